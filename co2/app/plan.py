@@ -79,6 +79,12 @@ class Need:
         return self.work.flops * self.config.train.accumulate * self.workers
 
     @property
+    def again_flops(self) -> int:
+        """Those that are computed a second time in it, where it fits."""
+        assert self.work is not None
+        return self.work.again_flops * self.config.train.accumulate * self.workers
+
+    @property
     def global_batch(self) -> int:
         """Samples in one step of all workers."""
         return self.config.train.batch_size * self.config.train.accumulate * self.workers
@@ -142,9 +148,28 @@ class Planner:
                 return need
         return self.fitting(64)
 
+    def nearest(self, workers: int) -> int:
+        """The largest number of GPUs up to this one among which the run's batch divides. Raises
+        `ConfigError` where it divides among none of them."""
+        for fewer in range(workers, 0, -1):
+            try:
+                self.config(fewer)
+            except ConfigError as error:
+                if error.key != "train.global_batch" or fewer == 1:
+                    raise
+            else:
+                return fewer
+        raise AssertionError("one GPU is the last")
+
     def fitting(self, workers: int) -> Need:
         """On so many GPUs. Raises `ConfigError` with what would fit, where this does not."""
-        need = self.need(self.config(workers), workers)
+        try:
+            config = self.config(workers)
+        except ConfigError as error:
+            if error.key == "train.global_batch":
+                error.hint += f"; or on {self.nearest(workers)} GPUs (--nearest)"
+            raise
+        need = self.need(config, workers)
         if not need.fits(self.usable):
             raise self._refusal(need)
         return need
@@ -260,7 +285,8 @@ def course(need: Need, place: Place) -> Course:
     """
     config, size = need.config, need.config.mesh.replica_size
     rounded = config.comm.dtype is Precision.bf16
-    compute_s = need.flops / need.workers / (GPUS[place.gpu].peak_flops * place.mfu)
+    flops = need.flops + need.again_flops
+    compute_s = flops / need.workers / (GPUS[place.gpu].peak_flops * place.mfu)
     link, senders = parse_link(place.link, "--link"), max(1, place.server_size // size)
     network = Network(link, senders, PROFILES["nvswitch"], "auto")
 
@@ -313,6 +339,20 @@ def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
         share = f"{figures.exposed_share:.1%} of the time (simulated)"
         return f"{figures.exposed_s:.3g} s a step, {share}"
 
+    copied = held.saved_bytes / need.workers
+    on_host = "a worker: a copy of what it saves"
+    on_host += f", and {gb(memory.host_bytes)} of the method's state" if memory.host_bytes else ""
+    saved = f"{gb(held.saved_bytes)} of all workers, {config.checkpoint.keep} kept"
+    if config.checkpoint.every_s is not None:
+        every_s = config.checkpoint.every_s
+        saved += f", every {every_s:g} s: {held.saved_bytes / every_s / 1e9:.2g} GB/s"
+    more = ""
+    if found.own and found.allreduce:
+        own, theirs = found.own.bytes_per_step, found.allreduce.bytes_per_step
+        if own > theirs:
+            more = f"each worker sends {gb(own)} a step, {own / theirs:.2g} times as much as "
+            more += "allreduce, because it gathers a message of every replica"
+
     def if_any(num_bytes: int, what: str) -> str:
         return f"{gb(num_bytes)}{what}" if num_bytes else ""
 
@@ -332,17 +372,19 @@ def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
         ("gathered weights", if_any(held.gathered_bytes, ", within a step")),
         ("activations", f"{gb(need.num_bytes - held.device_bytes)}, of a micro-batch at its peak, "
          f"counted on tensors without numbers{again}{compiled}"),
-        ("host's memory", if_any(memory.host_bytes, " a worker: the method's state")),
+        ("host's memory", f"{gb(copied + memory.host_bytes)} {on_host}"),
         ("memory of a GPU", f"{gb(need.num_bytes)} of {gb(gpu.usable_bytes)}: {USABLE:.0%} of "
          f"{gpu.memory_gib} GiB"),
-        ("operations of a step", f"{need.flops:.3g} flop of all GPUs"),
+        ("operations of a step", f"{need.flops:.3g} flop of all GPUs"
+         + (f", {need.again_flops:.3g} more again" if need.again_flops else "")),
         ("computation of a step", f"{found.compute_s:.3g} s at MFU {place.mfu:g} of "
          f"{gpu.peak_flops / 1e12:g} Tflop/s"),
         ("synchronization", "" if found.allreduce else "none: there is one replica"),
         ("exposed, this method", exposed(found.own)),
         ("exposed, allreduce", exposed(found.allreduce)),
         ("time", f"{found.days:.3g} days, without evaluations and checkpoints"),
-        ("checkpoint", f"{gb(held.saved_bytes)} of all workers, {config.checkpoint.keep} kept"),
+        ("checkpoint", saved),
+        ("warning", more),
         ("data", "not published" if published is None else f"{gb(published.num_bytes)} on disk"),
     ]  # fmt: skip
     return [(name, value) for name, value in facts if value]
@@ -350,8 +392,13 @@ def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
 
 def main(make: Make, make_task: MakeTask, argv: Sequence[str]) -> int:
     """The command line. Returns the exit status. Raises `ConfigError`."""
-    _, overrides, place, workers = asked(parser("python -m co2 plan", __doc__), argv)
+    flags = parser("python -m co2 plan", __doc__)
+    nearest = "plan the nearest smaller number of GPUs where the batch does not divide"
+    flags.add_argument("--nearest", action="store_true", help=nearest)
+    options, overrides, place, workers = asked(flags, argv)
     planner = Planner(make, make_task, overrides, GPUS[place.gpu].usable_bytes)
+    if options.nearest and workers is not None:
+        workers = planner.nearest(workers)
     need = planner.smallest() if workers is None else planner.fitting(workers)
     facts = lines(need, place, course(need, place))
     width = max(len(name) for name, _ in facts)

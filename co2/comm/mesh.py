@@ -186,11 +186,10 @@ def backend_of(kind: str) -> str | None:
     """The backend that carries tensors of this kind of device ("cpu", "cuda"), and no other: that
     of the default process group, or gloo for the host's memory where it has none. A group of two
     backends would hold a connection of gloo to each worker beside those of NCCL. None: there is no
-    process group, or it knows no such device."""
-    if not (dist.is_available() and dist.is_initialized()):
+    process group, or the device is another, such as "meta"."""
+    if kind not in ("cpu", "cuda") or not (dist.is_available() and dist.is_initialized()):
         return None
-    known = _backends(dist.get_backend_config())
-    return known.get(kind, "gloo" if kind == "cpu" else None)
+    return _backends(dist.get_backend_config()).get(kind, "gloo")
 
 
 def serves_gpus(config: str) -> bool:

@@ -238,8 +238,7 @@ class Piece(NamedTuple):
 
 
 def _choose(error: Tensor, chunks: Chunks, numbers: Tensor, magnitudes: Tensor) -> None:
-    """Write the numbers (kept,) of the largest errors, and the magnitudes (chunks, 2). Without
-    Triton the host waits for a GPU here."""
+    """Write the numbers (kept,) of the largest errors, and the magnitudes (chunks, 2)."""
     column = torch.arange(chunks.widest, device=error.device)
     slot = column[: chunks.most_kept]
     for piece in chunks.pieces:
@@ -258,7 +257,8 @@ def _choose(error: Tensor, chunks: Chunks, numbers: Tensor, magnitudes: Tensor) 
         high = travels & (most >= mean)
         magnitudes[piece.chunks, :1] = _mean_where(travels ^ high, most)
         magnitudes[piece.chunks, 1:] = _mean_where(high, most)
-        row, index = taken.nonzero(as_tuple=True)
+        num_kept = piece.kept.stop - piece.kept.start
+        row, index = taken.nonzero_static(size=num_kept).unbind(1)
         above = sizes[row, index] >= mean[row, 0]
         negative = error[start[row, 0] + index] < 0
         numbers[piece.kept] = (2 * above + negative << 12) + index

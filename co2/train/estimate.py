@@ -35,7 +35,7 @@ from co2.task import Planned, Task
 from co2.train.expert_parallel import Divisible
 from co2.train.meters import ledger
 from co2.train.moving_average import MovingAverage
-from co2.train.within_replica import CUT, blocks, checkpoint_activations
+from co2.train.within_replica import CUT, blocks, checkpoint_activations, gathered_as
 
 _STEPS = 3
 """After which a method and its inner optimizer hold all that they ever hold. ACCO is the last: its
@@ -119,11 +119,13 @@ def holdings(task: Task, config: Config, workers: int) -> Holdings:
         scratch_bytes=0 if on_host else memory.scratch_bytes,
         host_bytes=extra + memory.scratch_bytes if on_host else 0,
     )
-    inside = list(map(_bytes, blocks(module)))
+    # The root is whole all the time, in fp32. Under zero3 the next block is fetched while one
+    # computes.
+    root = whole - sum(map(_bytes, blocks(module)))
+    inside = [_gathered(block, config.train.precision) for block in blocks(module)]
     within_a_step = {
-        Strategy.zero2: whole,
-        # Its root is whole all the time; the next block is fetched while one computes.
-        Strategy.zero3: whole - sum(inside) + 2 * max(inside, default=0),
+        Strategy.zero2: root + sum(inside),
+        Strategy.zero3: root + 2 * max(inside, default=0),
     }
     # Replicas save all that they have; the workers of one save weights and inner state together.
     together = whole + memory.inner_state_bytes * whole / memory.parameter_bytes
@@ -145,6 +147,8 @@ class Work:
     flops: int
     """Floating-point operations of the forward and the backward pass, a multiplication and an
     addition apart, without what is computed again (train.checkpoint_activations)."""
+    again_flops: int
+    """Those that are computed again."""
     beyond_bytes: int
     """Most that there is at once beyond what is held between steps: activations, and whatever else
     operations make."""
@@ -165,7 +169,8 @@ def work(task: Task, config: Config, workers: int, averages: bool) -> Work:
     found = _micro_batch(task, config, held, config.train.checkpoint_activations)
     if not config.train.checkpoint_activations:
         return found
-    return replace(found, flops=flops(task, config))
+    once = flops(task, config)
+    return replace(found, flops=once, again_flops=found.flops - once)
 
 
 def flops(task: Task, config: Config) -> int:
@@ -199,7 +204,7 @@ def _micro_batch(task: Task, config: Config, held: bool, checkpoints: bool) -> W
             hint = "the sizes of its tensors depend on its data, so it cannot be planned"
             raise Unknown("task", config.task, hint) from None
     between = 0 if config.mesh.strategy in CUT else sum(param.nbytes for param in trained)
-    return Work(live.flops, max(0, live.peak - between))
+    return Work(live.flops, 0, max(0, live.peak - between))
 
 
 def _eagerly(config: Config) -> contextlib.AbstractContextManager[object]:
@@ -295,6 +300,12 @@ def _fake_workers(workers: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _gathered(block: nn.Module, precision: Precision) -> int:
+    """Bytes of a block's weights as a GPU gathers them."""
+    halved = gathered_as(block, precision, torch.device("cuda")).param_dtype is torch.bfloat16
+    return _bytes(block) // 2 if halved else _bytes(block)
 
 
 def _drop(param: Tensor) -> None:

@@ -53,7 +53,7 @@ def page(flags: str, overrides: Sequence[str], place: Place, gpus: int | None) -
     text = f"""Worked out and simulated, not measured: `python -m recipes.paper.plan {flags}`. On
 {place.gpu} at MFU {place.mfu:g}, servers of {place.server_size} with a link of {place.link}.
 Settings beside a task are those with which it fits. Where a batch does not divide among all GPUs,
-it is planned for half of them, or a quarter. Exposed is the share of the time that GPUs wait for
+it is planned for the nearest smaller number. Exposed is the share of the time that GPUs wait for
 the network."""
     return Table(_HEAD, rows, title="What the published recipes would take", text=text).page()
 
@@ -80,16 +80,9 @@ def _row(task: str, words: Sequence[str], place: Place, gpus: int | None) -> Seq
 
 
 def _planned(words: Sequence[str], place: Place, gpus: int | None) -> Need:
-    """On half of the GPUs, or a quarter, where the batch does not divide among all."""
+    """On the nearest number of GPUs among which the batch divides."""
     planner = Planner(APP.planned, APP.make_task, words, GPUS[place.gpu].usable_bytes)
-    if gpus is None:
-        return planner.smallest()
-    try:
-        return planner.fitting(gpus)
-    except ConfigError as error:
-        if gpus == 1 or error.key != "train.global_batch":
-            raise
-    return _planned(words, place, gpus // 2)
+    return planner.smallest() if gpus is None else planner.fitting(planner.nearest(gpus))
 
 
 if __name__ == "__main__":

@@ -55,8 +55,10 @@ GPUS_OF = {"ade20k": 4, "shapenet": 8, "glue": 8, "graph": 8, "gpt2": 32}
 
 @pytest.mark.parametrize("task", [task for task in PAPER if task not in ("moe", "transnormer")])
 def test_every_published_recipe_has_a_plan(task: str) -> None:
-    gpus = GPUS_OF.get(task, 64)
-    need = planner(f"task={task}", "scale=paper", "method=co2").fitting(gpus)
+    planned = planner(f"task={task}", "scale=paper", "method=co2")
+    gpus = planned.nearest(64)
+    assert gpus == GPUS_OF.get(task, 64)
+    need = planned.fitting(gpus)
     told = facts(need)
     assert f"{need.held.num_parameters:,}" == told["parameters"]
     batch = need.config.train.batch_size * need.config.train.accumulate * gpus
@@ -108,6 +110,36 @@ def test_computing_again_is_no_more_of_the_model() -> None:
     found = again.need(again.config(1), 1)
     assert found.flops == plain.flops
     assert found.num_bytes < plain.num_bytes
+    # The forward pass of the blocks is a third of the computation, and they are most of the model.
+    assert plain.again_flops == 0 and 0.15 < found.again_flops / found.flops <= 1 / 3
+    took = [course(need, PLACE).compute_s for need in (plain, found)]
+    assert took[1] / took[0] == pytest.approx(1 + found.again_flops / found.flops)
+    assert "more again" in facts(found)["operations of a step"]
+
+
+def test_a_batch_that_does_not_divide() -> None:
+    words = planner("task=gpt2", "train.global_batch=48", "train.batch_size=4")
+    assert [words.nearest(gpus) for gpus in (1, 2, 5, 6, 11, 12, 100)] == [1, 2, 4, 6, 6, 12, 12]
+    with pytest.raises(
+        ConfigError, match=r"^train\.global_batch=48: .*; or on 6 GPUs \(--nearest\)"
+    ):
+        words.fitting(8)
+    with pytest.raises(ConfigError, match=r"^train\.global_batch=47"):
+        planner("task=gpt2", "train.global_batch=47", "train.batch_size=4").nearest(8)
+
+
+def test_what_saving_takes() -> None:
+    need = planner("task=gpt2", "method=co2", "checkpoint.every_s=10").fitting(4)
+    told, saved = facts(need), need.held.saved_bytes
+    assert told["checkpoint"].endswith(f"every 10 s: {saved / 1e10:.2g} GB/s")
+    assert told["host's memory"] == f"{saved / 4e9:,.4g} GB a worker: a copy of what it saves"
+
+
+def test_messages_that_outgrow_gradients() -> None:
+    """Of very many replicas each gets a message, where an all-reduce takes two vectors at most."""
+    words = planner("task=gpt2", "method=sparseloco", "sparseloco.tau=1")
+    assert "warning" not in facts(words.fitting(8))
+    assert "times as much as allreduce" in facts(words.fitting(1024))["warning"]
 
 
 def meta(config: object) -> torch.nn.Module:

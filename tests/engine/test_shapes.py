@@ -11,7 +11,7 @@ from co2.config import Config
 from co2.gpus import GPUS, gpu_of
 from co2.methods import METHODS
 from co2.train.estimate import Live, holdings, work
-from co2.train.within_replica import checkpoint_activations
+from co2.train.within_replica import blocks, checkpoint_activations
 
 
 def run_of(*overrides: str) -> Config:
@@ -103,6 +103,20 @@ def test_a_replica_of_several_workers_shares() -> None:
             assert 0 < held.gathered_bytes < before.parameter_bytes
         else:
             assert held.gathered_bytes == gathered
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_gpu_gathers_blocks_in_bf16(strategy: str) -> None:
+    words = ("task=gpt2", "launch.workers=4", "mesh.replica_size=4", f"mesh.strategy={strategy}")
+    found = []
+    for precision in ("fp32", "bf16"):
+        config = run_of(*words, f"train.precision={precision}")
+        found.append(holdings(train.APP.make_task(config), config, 4).gathered_bytes)
+    with torch.device("meta"):
+        model = train.APP.make_task(config).model()
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks(model)]
+    whole = sum(sizes) if strategy == "zero2" else 2 * max(sizes)
+    assert found[0] - found[1] == whole / 2
 
 
 def test_experts_are_shared() -> None:

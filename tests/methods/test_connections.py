@@ -44,12 +44,10 @@ def test_a_group_more_is_a_connection_more_to_each_worker() -> None:
         ("cpu:gloo,cuda:nccl", "gloo", "nccl"),
         ("cuda:nccl", "gloo", "nccl"),
         ("cpu:gloo,cuda:gloo", "gloo", "gloo"),
-        ("cpu:gloo", "gloo", None),
+        ("cpu:gloo", "gloo", "gloo"),
     ],
 )
-def test_a_mean_has_the_backend_of_its_vector_alone(
-    config: str, host: str, gpu: str | None
-) -> None:
+def test_a_mean_has_the_backend_of_its_vector_alone(config: str, host: str, gpu: str) -> None:
     own = {"is_initialized": lambda: True, "get_backend_config": lambda: config}
     with patch.multiple(dist, **own):
         assert (mesh.backend_of("cpu"), mesh.backend_of("cuda")) == (host, gpu)
