@@ -42,4 +42,4 @@ def _losses(logits: Tensor, targets: Tensor, vocab_size: int, reduction: str) ->
 
 @cache
 def _compiled() -> Callable[[Tensor, Tensor, int, str], Tensor]:
-    return torch.compile(_losses, dynamic=False)
+    return torch.compile(_losses)

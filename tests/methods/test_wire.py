@@ -368,19 +368,3 @@ def test_the_ledger_tells_host_from_gpu() -> None:
     OnAGpu.state_device = torch.device("cpu")
     found = meters.ledger(model, optimizer, OnAGpu())  # type: ignore[arg-type]
     assert (found.extra_bytes, found.scratch_bytes, found.host_bytes) == (120, 80, 0)
-
-
-@replicas(2)
-def test_gloo_carries_what_lies_on_the_host(rank: int, world: int) -> None:
-    """Also where the process group's default for a model on a GPU is another."""
-    backends: list[str | None] = []
-    for device in ("cpu", "cuda"):
-        mesh = co2.Mesh(rank, world, torch.device(device))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                co2.Mesh,
-                "new_group_across_replicas",
-                lambda self, backend=None: backends.append(backend),
-            )
-            BackgroundMean(10, mesh, CommConfig())
-    assert backends == [None, "gloo"]
