@@ -16,6 +16,7 @@ with program.starting(__name__, slow=False):
 COMMANDS = {
     "train": ("train", "one run, or with -m a sweep: co2 train task=gpt2 method=co2 co2.tau=12"),
     "plan": ("train plan", "what a run would take, without a GPU or data: memory, days, disk"),
+    "probe": ("train probe", "what each method would wait for here: measured in half a minute"),
     "sample": ("train sample", 'text from a run of a language model: co2 sample RUN "def "'),
     "export": ("train export", "a run's weights in the form that other libraries read"),
     "recipes": ("recipes", "the runs of a table or figure: run, collect and render them"),

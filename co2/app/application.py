@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from co2 import program
-from co2.app import export, plan, sample
+from co2.app import export, plan, probe, sample
 from co2.app.compose import (
     HYDRA_ERRORS,
     SWEEP,
@@ -220,6 +220,7 @@ class App:
         commands = {
             "export": partial(export.main, self.open),
             "plan": partial(plan.main, self.planned, self.make_task),
+            "probe": partial(probe.main, self.config, self.make_task),
             "sample": partial(sample.main, self.open),
         }
         command = commands.get(argv[0]) if argv else None

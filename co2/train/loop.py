@@ -49,7 +49,7 @@ def train(run: Run) -> None:
                 units = session.samples.units(makers)
                 if session.quorum.makes(session.step):
                     # On a CPU a bad loss ends the run before it reaches the others.
-                    losses.add(session.step, _gradients(session))
+                    losses.add(session.step, gradients(session))
                 else:
                     session.samples.skip_step()
                     session.meter.totals.passed_over += 1
@@ -99,7 +99,7 @@ def _warn_of_late_means(run: Run) -> None:
         run.console.print_line(f"{text}, and training ends at step {steps}")
 
 
-def _gradients(session: Session) -> Tensor:
+def gradients(session: Session) -> Tensor:
     """Add up the gradients of this worker's micro-batches of a step. Returns their mean loss."""
     run, meter = session.run, session.meter
     train, accumulate = run.config.train, session.samples.accumulate

@@ -8,6 +8,7 @@ at the same time. Nothing else uses the links, and adding numbers up costs nothi
 import math
 import re
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from co2.errors import ConfigError, nearest, require
 
@@ -63,6 +64,20 @@ def parse_link(text: str, key: str = "link") -> Link:
     if not found:
         raise ConfigError(key, text, "must have a latency such as 50us, 2ms or 0.1s behind the @")
     return replace(link, latency_s=float(found[1]) * _TIME_UNITS[found[2]])
+
+
+class Carrier(Protocol):
+    """What a simulation needs of a network: `Network` computes it, co2/app/probe.py has measured
+    it."""
+
+    def check(self, workers: int) -> None:
+        """Raise `ConfigError` where so many workers cannot be there."""
+
+    def all_reduce_s(self, num_bytes: float, workers: int) -> float:
+        """Seconds of one all-reduce of `num_bytes` on each worker, all starting together."""
+
+    def all_gather_s(self, num_bytes: float, workers: int) -> float:
+        """Seconds of one all-gather of `num_bytes` from each worker, all starting together."""
 
 
 @dataclass(frozen=True)

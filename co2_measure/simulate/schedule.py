@@ -19,7 +19,7 @@ import numpy as np
 from co2.config import Blocking
 from co2.errors import require_number
 from co2_measure.simulate.methods import ALLREDUCE, ENTRIES, LIMIT, require_simulated
-from co2_measure.simulate.network import Network, ring_bytes
+from co2_measure.simulate.network import Carrier, ring_bytes
 
 BUCKET_BYTES = 25 * 2**20
 """The default of `comm.bucket_mb`, and of PyTorch's DDP."""
@@ -110,7 +110,7 @@ def simulate(
     workers: int,
     vector_bytes: int,
     step_s: float,
-    network: Network,
+    network: Carrier,
     steps: int,
     tau: int = 12,
     warmup_rounds: int = 0,
@@ -200,7 +200,7 @@ class Sending:
 
 
 def sending(
-    method: str, vector_bytes: int, bucket_bytes: int, network: Network, workers: int
+    method: str, vector_bytes: int, bucket_bytes: int, network: Carrier, workers: int
 ) -> Sending:
     """What the collective of a round carries under this method."""
     num_bytes = round(ENTRIES[method].share * vector_bytes)

@@ -1,0 +1,334 @@
+"""What a training would wait for on this machine, under each method: measured in half a minute.
+
+python -m co2 probe task=gpt2 launch.workers=4
+torchrun --nproc-per-node 8 -m co2 probe task=gpt2 scale=paper
+
+All workers train some steps of the run alone, and time collectives between them, of growing sizes.
+From the seconds of a step and of a mean the simulator (co2_measure/simulate) works out how long
+each method would wait. Nothing is written, and no method trains.
+"""
+
+import argparse
+import math
+import shutil
+import statistics
+import tempfile
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from co2.app.compose import command_line, key_of
+from co2.arguments import Parser, number, whole
+from co2.catalogue import CATALOGUE
+from co2.comm.background_mean import BackgroundMean
+from co2.comm.collectives import gathered, local
+from co2.config import Blocking, Config, Resume, Wandb
+from co2.errors import require
+from co2.methods import METHODS
+from co2.methods.local_sgd import LocalSGD
+from co2.methods.shared.auto_tau import CHOICES, choose
+from co2.record.provenance import UNKNOWN
+from co2.record.table import Table
+from co2.start import launch
+from co2.start.identity import world_size
+from co2.task import Task
+from co2.train.build import build
+from co2.train.loop import gradients
+from co2.train.run import Run
+from co2.train.session import Session
+from co2_measure.simulate.methods import ENTRIES, LIMIT
+from co2_measure.simulate.schedule import simulate
+
+_SMALLEST, _GROWTH = 4096, 4
+"""Bytes of the first collective, and how many times larger the next one is."""
+_WARM_UP = 3
+"""Steps that allocate and compile, and count for nothing."""
+_ROUNDS = 50
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of a collective by the bytes that each worker gives to it, measured at some sizes,
+    straight between them, and from the last two on."""
+
+    sizes: Sequence[int]
+    seconds: Sequence[float]
+
+    def at(self, num_bytes: float) -> float:
+        """Of so many bytes."""
+        if num_bytes <= self.sizes[0] or len(self.sizes) == 1:
+            return self.seconds[0]
+        above = min(bisect_left(self.sizes, num_bytes), len(self.sizes) - 1)
+        (begin, end), (low, high) = self.sizes[above - 1 :][:2], self.seconds[above - 1 :][:2]
+        slope = max(0.0, (high - low) / (end - begin))
+        return low + slope * (num_bytes - begin)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the workers have measured. It is the simulator's `Carrier`."""
+
+    replicas: int
+    step_s: float
+    """Of the slowest worker's step, without communication."""
+    beside_s: float
+    """The same while a mean is under way."""
+    vector_bytes: int
+    """Of what a worker exchanges, in the type that travels."""
+    mean: Curve
+    gather: Curve
+
+    def check(self, workers: int) -> None:
+        """See `Carrier`. They are those who have measured."""
+
+    def all_reduce_s(self, num_bytes: float, workers: int) -> float:
+        """See `Carrier`."""
+        return self.mean.at(num_bytes)
+
+    def all_gather_s(self, num_bytes: float, workers: int) -> float:
+        """See `Carrier`."""
+        return self.gather.at(num_bytes)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a training would wait for under a method."""
+
+    method: str
+    tau: int | None
+    """None for a method without rounds."""
+    share: float
+    """Of the time in which it stands still."""
+    hides: int | None
+    """The smallest τ with which it waits for nothing, or for a tenth of the time if it always
+    waits; None if no τ of `CHOICES` is enough, or it has none."""
+    bytes_per_step: float
+    """That a worker sends."""
+
+
+def forecast(found: Measured, method: str, tau: int, bucket_bytes: int) -> Forecast:
+    """Simulate a training by this method."""
+    entry, config = CATALOGUE[method], METHODS[method].Config
+    comm_s = found.mean.at(min(found.vector_bytes, bucket_bytes))
+    comm_s *= math.ceil(found.vector_bytes / bucket_bytes)
+    if entry.exchange == "gather":
+        comm_s = found.gather.at(entry.share * found.vector_bytes)
+    overlapped = entry.blocking is Blocking.beyond_delay
+    length = tau if entry.rounds else 1
+    # A step is slower as long as a mean is under way beside it.
+    beside = min(1.0, comm_s / (length * found.step_s)) if overlapped else 0.0
+    figures = simulate(
+        method=method,
+        workers=found.replicas,
+        vector_bytes=found.vector_bytes,
+        step_s=found.step_s + beside * (found.beside_s - found.step_s),
+        network=found,
+        steps=_ROUNDS * length,
+        tau=tau,
+        warmup_rounds=_ROUNDS,
+        bucket_bytes=bucket_bytes,
+    )
+    hides = None
+    if entry.rounds:
+        share = None if overlapped else getattr(config, "comm_share", None)
+        best = choose(found.beside_s if overlapped else found.step_s, comm_s, share)
+        enough = choose(found.step_s, comm_s, share) < CHOICES[-1] or best < CHOICES[-1]
+        hides = best if enough else None
+    return Forecast(
+        method, tau if entry.rounds else None, figures.exposed_share, hides, figures.bytes_per_step
+    )
+
+
+def measure(session: Session, seconds: float, step_s: float | None) -> Measured:
+    """Measure for about so many seconds. Collective of all workers.
+
+    Args:
+        step_s: seconds of a step that somebody knows; None: they are measured.
+    """
+    run = session.run
+    mesh, comm = run.mesh, run.config.comm
+    trained = [p for p in session.module.parameters() if p.requires_grad]
+    numel = sum(local(param.detach()).numel() for param in trained)
+    own = step_s or statistics.median(_steps(session, seconds / 3))
+    slowest = max(gathered(own, run.control))
+    most = min(numel * 4, max(_SMALLEST, int(comm.bucket_mb * 2**20)))
+    mean = BackgroundMean(max(1, most // 4), mesh, comm, device=mesh.device)
+    vector_bytes = numel * mean.buffer.element_size()
+
+    def reduced(part: torch.Tensor) -> None:
+        dist.all_reduce(part, group=mean.group)
+
+    def received(part: torch.Tensor) -> None:
+        into = part.new_empty(mesh.num_replicas * len(part))
+        dist.all_gather_into_tensor(into, part, group=mean.group)
+
+    means = _curve(session, mean, reduced, seconds / 3)
+    gathers = _curve(session, mean, received, seconds / 6)
+    steps = int(min(means.seconds[-1], seconds / 6) / slowest)
+    beside = slowest
+    if steps > 0 and step_s is None and mesh.num_replicas > 1:
+        mean.start()
+        beside = max(gathered(statistics.median(_steps(session, math.inf, steps)), run.control))
+        mean.wait()
+    mean.close()
+    return Measured(mesh.num_replicas, slowest, max(slowest, beside), vector_bytes, means, gathers)
+
+
+def _steps(session: Session, seconds: float, most: int = 1_000_000) -> list[float]:
+    """Train alone for so many seconds or steps, and return the seconds of each."""
+    found: list[float] = []
+    for _ in range(0 if session.step else _WARM_UP):
+        _step(session)
+    began = time.perf_counter()
+    while not found or (len(found) < most and time.perf_counter() - began < seconds):
+        begun = time.perf_counter()
+        _step(session)
+        found.append(time.perf_counter() - begun)
+    return found
+
+
+def _step(session: Session) -> None:
+    gradients(session)
+    session.synchronize()
+    session.optimizer.zero_grad(set_to_none=True)
+    session.step += 1
+    session.catch_up()
+
+
+def _curve(
+    session: Session,
+    mean: BackgroundMean,
+    collective: Callable[[torch.Tensor], None],
+    seconds: float,
+) -> Curve:
+    """Time a collective of ever larger parts of the mean's buffer, as long as the next one may end
+    in time."""
+    run, width = session.run, mean.buffer.element_size()
+    if mean.num_replicas == 1:
+        return Curve([_SMALLEST], [0.0])
+    sizes: list[int] = []
+    found: list[float] = []
+    size, left_s = min(_SMALLEST, mean.buffer.nbytes), seconds
+    while True:
+        part, times = mean.buffer[: size // width], []
+        for repeat in range(4 if left_s > 0 else 2):
+            run.barrier()
+            session.catch_up()
+            begun = time.perf_counter()
+            collective(part)
+            session.catch_up()
+            # Who joins last waits for nobody.
+            took = min(gathered(time.perf_counter() - begun, run.control))
+            times += [took] if repeat else []  # the first connects
+            left_s -= took
+        sizes.append(size)
+        found.append(statistics.median(times))
+        following = min(size * _GROWTH, mean.buffer.nbytes)
+        if following == size or _GROWTH * 2 * found[-1] > left_s:
+            return Curve(sizes, found)
+        size = following
+
+
+def report(found: Measured, tau: int, bucket_bytes: int, overrides: Sequence[str]) -> str:
+    """The forecasts of all methods that are simulated, as a text."""
+    ahead = [forecast(found, name, tau, bucket_bytes) for name in ENTRIES if name != LIMIT]
+    ahead.sort(key=lambda one: one.share)
+    rows = []
+    for one in ahead:
+        length = one.hides or one.tau
+        own = [f"{one.method}.tau={length}"] if one.tau is not None else []
+        rows.append(
+            (
+                one.method,
+                "" if one.tau is None else one.tau,
+                f"{one.share:.1%}",
+                "" if one.tau is None else one.hides or f"above {CHOICES[-1]}",
+                f"{one.bytes_per_step / 1e6:.3g}",
+                f"{CATALOGUE[one.method].copies:g}",
+                " ".join(["train.py", *overrides, f"method={one.method}", *own]),
+            )
+        )
+    head = ("method", "τ", "waits", "τ that hides", "MB a step", "copies", "command")
+    whole_s = found.mean.at(min(found.vector_bytes, bucket_bytes))
+    whole_s *= math.ceil(found.vector_bytes / bucket_bytes)
+    beside = found.beside_s / found.step_s - 1
+    lines = [
+        f"a step: {found.step_s:.3g} s, and {beside:.0%} more beside a mean",
+        f"a mean of {found.vector_bytes / 1e6:.3g} MB over {found.replicas} replicas: "
+        f"{whole_s:.3g} s, {whole_s / found.step_s:.3g} steps; the smallest one "
+        f"{found.mean.seconds[0] * 1e3:.3g} ms",
+    ]
+    others = ", ".join(name for name in CATALOGUE if name not in ENTRIES)
+    return "\n".join([*lines, "", Table(head, rows).markdown(), "", f"not simulated: {others}"])
+
+
+def main(make: Callable[[Sequence[str]], Config], make_task: Callable[[Config], Task],
+         argv: Sequence[str]) -> int:  # fmt: skip
+    """The command line. Returns the exit status. Raises `ConfigError`."""
+    options, words = _parser().parse_known_args(list(argv))
+    line = command_line(words)
+    flags = [*(["-m"] if line.sweep else []), *line.flags]
+    require(not flags, "flag", " ".join(flags), "is of train.py; see --help")
+    seconds = number("--seconds", options.seconds, 1.0)
+    tau = whole("--tau", options.tau)
+    step_s = None if options.step_s is None else number("--step-s", options.step_s, 1e-6)
+    left_out = {"method", "runs", "tag", "resume"}
+    overrides = [word for word in line.overrides if key_of(word) not in left_out]
+    config = make([*overrides, "method=local_sgd", "resume=never", "tag=probe"])
+    require(not config.launch.elastic, "launch.elastic", "true", "is not probed; use false")
+    make_task(config).setup(world_size(config.launch))
+    work = partial(_work, make_task, seconds, step_s, tau, tuple(overrides))
+    return launch.run(work, config)
+
+
+def _work(
+    make_task: Callable[[Config], Task],
+    seconds: float,
+    step_s: float | None,
+    tau: int,
+    overrides: Sequence[str],
+    config: Config,
+) -> None:
+    """What every worker does."""
+    folder = Path(tempfile.mkdtemp(prefix="co2-probe-"))
+    try:
+        config = replace(
+            config,
+            runs=str(folder),
+            resume=Resume.auto,
+            log=replace(config.log, wandb=Wandb.disabled, tensorboard=False),
+        )
+        task = make_task(config)
+        task.setup(world_size(config.launch))
+        mesh = launch.mesh(config)
+        alone = LocalSGD(LocalSGD.Config(tau=1_000_000_000), config.comm)
+        run = Run.open(config, task, alone, mesh, UNKNOWN)
+        with run, closing(build(run)) as session:
+            found = measure(session, seconds, step_s)
+            alone.flush()
+        if mesh.worker == 0:
+            bucket = max(1, int(config.comm.bucket_mb * 2**20))
+            print(report(found, tau, bucket, overrides), flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m co2 probe",
+        usage="%(prog)s [OPTION ...] [OVERRIDE ...]",
+        epilog="All other words are overrides of train.py, such as task=gpt2 launch.workers=4.",
+        description=__doc__,
+    )
+    add = parser.add_argument
+    add("--seconds", default="30", help="for which it measures, about; compiling comes before")
+    add("--tau", default="12", help="steps of a round, for which waiting is told")
+    add("--step-s", help="seconds of a step, where they are known")
+    return parser

@@ -1,0 +1,131 @@
+"""`co2 probe`: what workers measure, and what follows from it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from co2.app import probe
+from co2.app.probe import Curve, Measured, forecast, report
+from co2.catalogue import CATALOGUE
+from co2.errors import REFUSED
+from co2.methods.shared.auto_tau import CHOICES
+from co2_measure.simulate.methods import ENTRIES, LIMIT
+from tests.cli.harness import configured
+from tests.workers import Pool
+
+NUMEL = 1_000_000
+SLOW = Curve([4, 4 * NUMEL], [0.0, 6.0])
+"""A mean of the model takes six steps."""
+FOUND = Measured(4, 1.0, 1.0, 4 * NUMEL, SLOW, SLOW)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "seconds"), [(1, 1.0), (10, 1.0), (15, 2.0), (20, 3.0), (30, 4.0), (70, 8.0)]
+)
+def test_a_curve_is_straight_between_sizes_and_beyond(num_bytes: int, seconds: float) -> None:
+    assert Curve([10, 20, 40], [1.0, 3.0, 5.0]).at(num_bytes) == pytest.approx(seconds)
+
+
+def test_more_bytes_take_no_less_time() -> None:
+    """What was measured may say otherwise."""
+    assert Curve([10, 20], [3.0, 1.0]).at(1000) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("method", "tau", "share", "hides"),
+    [
+        ("local_sgd", 12, 6 / 18, 96),  # 6 s of 66, 9.1 %, are less than a tenth
+        ("local_sgd", 3, 6 / 9, 96),
+        ("co2", 12, 0.0, 12),  # 6 · 1.1 ≤ 12
+        ("co2", 3, 3 / 6, 12),
+        ("co2_keep", 6, 0.0, 12),
+        ("acco", 12, 5 / 6, None),
+    ],
+)
+def test_waiting_by_hand(method: str, tau: int, share: float, hides: int | None) -> None:
+    found = forecast(FOUND, method, tau, 4 * NUMEL)
+    assert found.share == pytest.approx(share)
+    assert found.hides == hides and found.tau == (tau if CATALOGUE[method].rounds else None)
+
+
+def test_a_mean_that_slows_the_computation() -> None:
+    """A step takes twice as long while a mean is under way, six seconds, or three such steps, of
+    the round of τ = 3."""
+    found = Measured(4, 1.0, 2.0, 4 * NUMEL, SLOW, SLOW)
+    assert forecast(found, "co2", 3, 4 * NUMEL).share == 0
+    assert forecast(found, "local_sgd", 3, 4 * NUMEL).share == pytest.approx(6 / 9)
+
+
+def test_where_no_round_is_long_enough() -> None:
+    endless = Curve([4, 4 * NUMEL], [0.0, 1000.0])
+    found = Measured(4, 1.0, 1.0, 4 * NUMEL, endless, endless)
+    assert forecast(found, "co2", 12, 4 * NUMEL).hides is None
+    assert f"| above {CHOICES[-1]} |" in report(found, 12, 4 * NUMEL, [])
+
+
+def test_buckets_are_sent_one_after_another() -> None:
+    late = Curve([4, 4 * NUMEL], [1.0, 1.0])  # a second each, whatever their size
+    found = Measured(4, 1.0, 1.0, 4 * NUMEL, late, late)
+    shares = [forecast(found, "local_sgd", 4, 4 * NUMEL // parts).share for parts in (1, 4)]
+    assert shares == pytest.approx([1 / 5, 4 / 8])
+
+
+def test_every_method_is_told_with_the_command_that_starts_it() -> None:
+    lines = report(FOUND, 12, 4 * NUMEL, ["task=gpt2", "launch.workers=4"]).splitlines()
+    assert lines[0] == "a step: 1 s, and 0% more beside a mean"
+    assert lines[1].startswith("a mean of 4 MB over 4 replicas: 6 s, 6 steps; ")
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines if line[:2] == "| "][1:]
+    assert {row[1] for row in rows} == ENTRIES.keys() - {LIMIT}
+    waits = [float(row[3].rstrip("%")) for row in rows]
+    assert waits == sorted(waits)
+    (words,) = [row[7].split() for row in rows if row[1] == "co2"]
+    assert words == ["train.py", "task=gpt2", "launch.workers=4", "method=co2", "co2.tau=12"]
+
+
+def _measured(rank: int, world: int, runs: str) -> Measured:
+    found: list[Measured] = []
+    original = probe.report
+    try:
+        probe.report = lambda one, *_: found.append(one) or ""  # type: ignore[func-returns-value]
+        words = ("train.batch_size=4", "train.accumulate=2")
+        config = configured(*words, f"launch.workers={world}", runs=Path(runs))
+        probe._work(train.APP.make_task, 2.0, None, 12, (), config)
+    finally:
+        probe.report = original
+    return found[0] if rank == 0 else None
+
+
+def test_what_workers_measure(workers: Pool, tmp_path: Path) -> None:
+    """Nothing is left behind."""
+    found, _ = workers.run(_measured, 2, str(tmp_path))
+    assert found.replicas == 2 and 0 < found.step_s <= found.beside_s
+    with torch.device("meta"):
+        model = train.APP.make_task(configured(runs=tmp_path)).model()
+    assert found.vector_bytes == sum(param.nbytes for param in model.parameters())
+    for curve in (found.mean, found.gather):
+        assert list(curve.sizes) == sorted(set(curve.sizes)) and min(curve.seconds) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_alone_nobody_waits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["probe", "task=toy", "launch.workers=1", "--seconds", "1", f"runs={tmp_path}"]
+    assert train.APP.main(words) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(rows) > 10 and all(" 0.0% " in row for row in rows[1:])
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--seconds", "0.1"), "--seconds=0.1: "),
+        (("--tau", "x"), "--tau=x: "),
+        (("launch.elastic=true",), "launch.elastic=true: is not probed; use false"),
+        (("-m",), "flag=-m: is of train.py"),
+        (("task=nosuch",), "task=nosuch: "),
+    ],
+)
+def test_refused(words: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.APP.main(["probe", *words]) == REFUSED
+    assert capsys.readouterr().err.startswith(f"error: {line}")
