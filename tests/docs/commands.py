@@ -173,7 +173,7 @@ def co2_command(arguments: list[str]) -> None:
     name, *own = COMMANDS[arguments[0]][0].split()
     if own:
         parsed = _parsed(name, [*own, *arguments[1:]], train.APP.main)
-        if parsed is not None and arguments[0] == "plan":
+        if parsed is not None and arguments[0] in ("plan", "probe"):
             trains(parsed.rest)
         elif parsed is not None:
             nothing_left(parsed.options, parsed.rest)
