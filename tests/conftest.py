@@ -32,7 +32,6 @@ SLOW = (
     "tests/methods/test_replicas_of_several_workers.py::test_two_replicas_of_two_workers",
     "tests/methods/test_replicas_of_several_workers.py::test_with_what_the_loop_has",
     "tests/recipes/test_rehearse.py::test_a_small_one",  # trains several tasks
-    "tests/tasks/test_ade20k.py::test_evaluation_does_not_compile",  # torch.compile
     "tests/tasks/test_fused_experts.py",  # Triton's interpreter
     "tests/tasks/test_text.py::test_two_processes_at_once",  # new interpreters
 )

@@ -1,13 +1,20 @@
 """Tasks as train.py builds them, from a few keys."""
 
+from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
+from tokenizers import Tokenizer
 
 from co2.comm.mesh import Mesh
 from co2.config import DataConfig, OptimConfig, TrainConfig, Validation
+from co2.errors import ConfigError
+from co2.task import Batch
 from tasks import TASKS, Toy
 from tasks.shared.sampling import Sampler
 from tasks.text.store import Store
@@ -66,6 +73,24 @@ def mesh(replica: int = 0, num_replicas: int = 1) -> Mesh:
     return Mesh(replica, num_replicas, torch.device("cpu"))
 
 
+def refusal(act: Callable[[], object]) -> str:
+    """The one line in which something is refused: what key=value it names, and why."""
+    with pytest.raises(ConfigError) as caught:
+        act()
+    line = str(caught.value)
+    assert line.startswith(f"{caught.value.key}=") and "\n" not in line
+    return line
+
+
+def used(task: Any, num_draws: int = 1) -> list[Batch]:
+    """Its first batches, of one worker."""
+    task.setup(1)
+    batches = task.batches(mesh(), 0)
+    found = list(islice(batches, num_draws))
+    batches.close()
+    return found
+
+
 def sampler(task: Any, num_samples: int, num_workers: int = 1) -> Sampler:
     """What chooses the samples of a task's batches."""
     return Sampler(num_samples, num_workers, task.train.batch_size, task.train.seed)
@@ -76,3 +101,13 @@ def text_of(task: Any) -> Store:
     config = task.config
     window = Window("context", config.context, config.context)
     return opened(task.data, "corpus", config.corpus.name, config.vocab_size, window)
+
+
+def documents(store: Store, part: str) -> list[str]:
+    """What the tokens say: cut at the separator, decoded with the store's own tokenizer."""
+    tokenizer = Tokenizer.from_file(str(store.folder / "tokenizer.json"))
+    tokens = np.asarray(store.tokens(part))
+    ends = np.flatnonzero(tokens == store.meta["separator"])
+    assert ends[-1] == len(tokens) - 1
+    spans = zip([0, *(ends + 1)], ends, strict=False)
+    return [tokenizer.decode(tokens[start:end].tolist()) for start, end in spans]

@@ -13,9 +13,10 @@ from co2.task import Batch
 from tasks.glue.glue import Name
 from tasks.graph.networks import Network
 from tasks.shapenet.shapenet import Objective
-from tests.tasks import pictures, random_graph, small_ade20k, small_clouds
+from tests.tasks import pictures, random_graph, small_ade20k
 from tests.tasks.build import built, text_of
 from tests.tasks.conftest import story
+from tests.tasks.small_sets import shapenet55
 
 
 def _counted(task: Any) -> int:
@@ -47,6 +48,10 @@ class Small:
     """Fields with which the loss of a sample in an evaluation depends on nothing else."""
     in_processes: bool = True
     """Whether data.workers loads its batches."""
+    by_sample: bool = True
+    """Whether rows of a batch have nothing to do with each other."""
+    fixed: bool = False
+    """Whether a sample is the same in every epoch."""
     weighs_alike: bool = True
     """Whether each sample weighs as much in the loss of an evaluation."""
     lr: float = 3e-3
@@ -66,6 +71,7 @@ _CAUSAL: dict[str, Any] = {
     "config": _TEXT,
     "data": _text,
     "samples": lambda task: (text_of(task).count("train") - 1) // 32,
+    "fixed": True,
 }
 _MASKED: dict[str, Any] = {**_TEXT, "context": 34}
 _PICTURES: dict[str, Any] = {
@@ -76,13 +82,14 @@ _GRAPH: dict[str, Any] = {
     "data": lambda folder: random_graph.write(folder, nodes=2900).folder,
     "exact": {"fanout": [2900, 2900]},  # all neighbours
     "in_processes": False,
+    "by_sample": False,
     "lr": 1e-2,
 }
 _CLOUDS = {"points": 32, "groups": 8, "group_size": 8, "svm_samples": 20}
 
 
 def _clouds(folder: Path) -> Path:
-    return small_clouds.write(folder, train=26, test=130)
+    return shapenet55(folder, train=26, test=130)
 
 
 def _nodes(batch: Batch) -> Tensor:
@@ -100,7 +107,7 @@ SMALL: dict[str, Small] = {
         weighs_alike=False,
         steps=60,
     ),
-    "glue": Small({**_MASKED, "name": Name.adjoin}, data=_text),
+    "glue": Small({**_MASKED, "name": Name.adjoin}, data=_text, fixed=True),
     "gpt2": Small(**_CAUSAL),
     "graph": Small({"hidden": 8, "fanout": [3, 4], "dropout": 0.0}, inputs=_nodes, **_GRAPH),
     "graph gat": Small(

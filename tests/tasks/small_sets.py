@@ -8,11 +8,12 @@ import json
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from scipy.io import savemat
 from tokenizers import Tokenizer
 
@@ -27,10 +28,144 @@ from tasks.shapenet.shapenet import Shapes
 from tasks.text.causal import CorpusName
 from tasks.text.roberta import CorpusName as Masked
 from tasks.vision.classification import DatasetName
-from tests.tasks import small_ade20k, small_glue, small_graphs
+from tests.tasks import small_ade20k, small_glue
 from tests.tasks.build import built
 from tests.tasks.conftest import story
 from tests.tasks.pictures import picture
+
+NODES = 40
+
+
+@dataclass(frozen=True)
+class SmallGraph:
+    """What a written set holds."""
+
+    folder: Path
+    sources: np.ndarray
+    targets: np.ndarray
+    features: np.ndarray
+    labels: np.ndarray
+    """-1 for none."""
+    parts: dict[str, np.ndarray]
+    """Empty where the set has none."""
+
+
+def drawn(
+    folder: Path, features: int, dtype: type, classes: int, nodes: int = NODES, edges: int = 300
+) -> SmallGraph:
+    """Edges with self-loops and with some that recur; two thirds of the nodes have labels."""
+    draw = np.random.default_rng(nodes)
+    sources, targets = draw.integers(nodes, size=(2, edges))
+    sources[:5], targets[:5], targets[5:10] = sources[5:10], targets[5:10], sources[5:10]
+    rows = draw.normal(size=(nodes, features)).astype(dtype)
+    labels = draw.integers(classes, size=nodes)
+    labels[::3] = -1
+    known = draw.permutation(np.flatnonzero(labels >= 0))
+    parts = {"train": known[:12], "val": known[12:18], "test": known[18:]}
+    return SmallGraph(folder, sources, targets, rows, labels, parts)
+
+
+def unlabelled(labels: np.ndarray, dtype: type = np.float32) -> np.ndarray:
+    """As the sets have them, NaN for none."""
+    return np.where(labels < 0, np.nan, labels).astype(dtype)
+
+
+def papers100m(folder: Path, compressed: bool = False, by_columns: bool = False) -> SmallGraph:
+    small = drawn(folder, 6, np.float32, 172)
+    (folder / "raw").mkdir(parents=True)
+    save = np.savez_compressed if compressed else np.savez
+    edges = np.stack([small.sources, small.targets])
+    save(
+        folder / "raw" / "data.npz",
+        edge_index=np.asfortranarray(edges) if by_columns else edges,
+        num_nodes_list=np.array([NODES]),
+        num_edges_list=np.array([edges.shape[1]]),
+        node_feat=small.features,
+        node_year=np.zeros((NODES, 1), np.int64),
+    )
+    save(folder / "raw" / "node-label.npz", node_label=unlabelled(small.labels)[:, None])
+    (folder / "split" / "time").mkdir(parents=True)
+    for name, part in (("train", "train"), ("valid", "val"), ("test", "test")):
+        with gzip.open(folder / "split" / "time" / f"{name}.csv.gz", "wt") as file:
+            file.write("".join(f"{node}\n" for node in small.parts[part]))
+    return small
+
+
+def mag240m(folder: Path, tensors: bool = False) -> SmallGraph:
+    small = drawn(folder, 6, np.float16, 153)
+    train, val, test = small.parts.values()
+    labels = small.labels.copy()
+    labels[test] = -1  # not published
+    papers = folder / "processed" / "paper"
+    papers.mkdir(parents=True)
+    np.save(papers / "node_feat.npy", small.features)
+    np.save(papers / "node_label.npy", unlabelled(labels))
+    cites = folder / "processed" / "paper___cites___paper"
+    cites.mkdir()
+    np.save(cites / "edge_index.npy", np.stack([small.sources, small.targets]))
+    kept = {"train": train, "valid": val, "test": test}
+    as_kept = torch.from_numpy if tensors else np.asarray
+    torch.save({name: as_kept(own) for name, own in kept.items()}, folder / "split_dict.pt")
+    return replace(small, labels=labels, parts={**small.parts, "test": test[:0]})
+
+
+def igb(folder: Path, raw: bool = False) -> SmallGraph:
+    small = drawn(folder, 1024, np.float32, 19)
+    papers = folder / "processed" / "paper"
+    papers.mkdir(parents=True)
+    labels = np.abs(small.labels).astype(np.float32)  # all have one
+    for name, array in (("node_feat", small.features), ("node_label_19", labels)):
+        if raw:
+            array.tofile(papers / f"{name}.npy")
+        else:
+            np.save(papers / f"{name}.npy", array)
+    cites = folder / "processed" / "paper__cites__paper"
+    cites.mkdir()
+    np.save(cites / "edge_index.npy", np.stack([small.sources, small.targets], axis=1))
+    parts = {"train": np.arange(24), "val": np.arange(24, 32), "test": np.arange(32, 40)}
+    return replace(small, labels=labels.astype(int), parts=parts)
+
+
+def friendster(folder: Path) -> SmallGraph:
+    """The numbers of its nodes have gaps: node n is 101 + 7·n."""
+    small = drawn(folder, 1, np.float32, 2)
+    folder.mkdir()
+    lines = "".join(
+        f"{101 + 7 * a}\t{101 + 7 * b}\n" for a, b in zip(small.sources, small.targets, strict=True)
+    )
+    with gzip.open(folder / "com-friendster.ungraph.txt.gz", "wt") as file:
+        file.write("# Undirected graph\n# FromNodeId\tToNodeId\n" + lines)
+    return small
+
+
+def shapenet55(folder: Path, train: int = 14, test: int = 5, points: int = 40) -> Path:
+    """A folder in the layout of ShapeNet-55: two categories, 40 points in four columns."""
+    for name in ("shapenet_pc", "ShapeNet-55"):
+        (folder / name).mkdir(parents=True)
+    source = np.random.default_rng(0)
+    for part, number in (("train", train), ("test", test)):
+        names = [f"0269{n % 2}156-{part}{n}-a.npy" for n in range(number)]
+        for n, name in enumerate(names):
+            cloud = source.normal(size=(points, 4)) * [1, 1, 5 if n % 2 else 0.2, 1] + 7
+            np.save(folder / "shapenet_pc" / name, cloud.astype(np.float64))
+        (folder / "ShapeNet-55" / f"{part}.txt").write_text("\n".join(names) + "\n\n")
+    return folder
+
+
+def modelnet40(folder: Path, train: int = 12, test: int = 6, points: int = 40) -> Path:
+    """A folder in the layout of ModelNet40: two categories, flat and long."""
+    names, source = ("flat", "night_stand"), np.random.default_rng(1)
+    folder.mkdir()
+    (folder / "modelnet40_shape_names.txt").write_text("\n".join(names) + "\n")
+    for part, number in (("train", train), ("test", test)):
+        listed = [f"{names[n % 2]}_{n:04d}{part == 'test':d}" for n in range(number)]
+        (folder / f"modelnet40_{part}.txt").write_text("\n".join(listed) + "\n")
+        for n, name in enumerate(listed):
+            cloud = source.normal(size=(points, 6)) * [1, 1, 5 if n % 2 else 0.1, 1, 1, 1] + 3
+            file = folder / names[n % 2] / f"{name}.txt"
+            file.parent.mkdir(exist_ok=True)
+            np.savetxt(file, cloud, "%.6f", delimiter=",")
+    return folder
 
 
 @dataclass(frozen=True)
@@ -152,8 +287,8 @@ def of_glue(folder: Path, patch: pytest.MonkeyPatch) -> Given:
 
 
 def of_graph(folder: Path, patch: pytest.MonkeyPatch) -> Given:
-    small = small_graphs.papers100m(folder / "bin", compressed=True)
-    patch.setitem(graph.KNOWN, "papers100m", {"nodes": small_graphs.NODES, "train": 12})
+    small = papers100m(folder / "bin", compressed=True)
+    patch.setitem(graph.KNOWN, "papers100m", {"nodes": NODES, "train": 12})
     return Given(
         ["graph", "--set", "papers100m", "--source", str(small.folder)],
         sorted(path for path in small.folder.rglob("*") if path.is_file()),
@@ -278,7 +413,6 @@ def of_wikibooks(folder: Path, patch: pytest.MonkeyPatch) -> Given:
     lines = [json.dumps({"text": sentence}) for sentence in SENTENCES]
     (books / "books.jsonl").write_text("\n".join(lines))
     tokenizer = byte_tokenizer(folder / "tokenizer.json", ROBERTA_FIRST, ["<mask>"])
-    patch.setattr("datasets.config.HF_DATASETS_CACHE", str(folder / "cache"))
     patch.setattr(wikibooks, "JOINED", 10)
     source = ["--source", str(wikipedia), "--sentences", str(books), "--tokenizer", str(tokenizer)]
     return Given(

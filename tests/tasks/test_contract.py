@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from enum import Enum
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -66,10 +66,6 @@ def generators_stay() -> Iterator[None]:
     assert others == others_after and torch.equal(of_torch, of_torch_after)
 
 
-def weights(model: nn.Module) -> Tensor:
-    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
-
-
 def same_state(one: nn.Module, other: nn.Module) -> bool:
     first, second = one.state_dict(), other.state_dict()
     return first.keys() == second.keys() and all(
@@ -83,8 +79,9 @@ def test_the_model_depends_on_the_seed_alone(name: str, root: Path, path: Path |
     for seed in (3, 3, 4):
         with generators_stay():
             models.append(small_task(name, root, path, seed=seed).model())
+    first, again, other = (list(model.parameters()) for model in models)
     assert same_state(models[0], models[1])
-    assert not torch.equal(weights(models[0]), weights(models[2]))
+    assert not all(map(torch.equal, first, other)) and all(map(torch.equal, first, again))
 
 
 def num_parameters(task: Any) -> int:
@@ -202,6 +199,31 @@ def test_workers_share_no_sample_in_an_epoch(name: str, root: Path, path: Path |
         for row in SMALL[name].inputs(batch)
     ]
     assert len(seen) == len(set(seen)) == epoch * size * WORKERS
+
+
+@every_task
+def test_a_sample_depends_on_seed_and_epoch_alone(name: str, root: Path, path: Path | None) -> None:
+    """Not on its place in a batch, or on the worker. Where something is drawn, such as a crop or a
+    mask, each epoch has another."""
+    if not SMALL[name].by_sample:
+        return
+    size = SMALL[name].batch_size
+    alone = small_task(name, root, path, batch_size=size * WORKERS)
+    task = small_task(name, root, path, WORKERS)
+    samples, epoch = sampler(task, SMALL[name].samples(task), WORKERS), draws_per_epoch(name, task)
+    found: dict[int, list[list[Tensor]]] = {}
+    shares = [drawn(task, worker, 0, 2 * epoch) for worker in range(WORKERS)]
+    for draw, whole in enumerate(islice(alone.batches(mesh(), 0), 2 * epoch)):
+        parts = list(zip(*(tensors(share[draw]) for share in shares), strict=True))
+        rows = [torch.cat(part) for part in parts]
+        pairs = zip(rows, tensors(whole), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs if len(b) == size * WORKERS)
+        of = [samples.indices(draw, worker).tolist() for worker in range(WORKERS)]
+        for row, sample in enumerate(chain(*of)):
+            found.setdefault(sample, []).append([part[row] for part in rows])
+    twice = nonempty(both for both in found.values() if len(both) == 2)
+    changed = [not all(map(torch.equal, *both)) for both in twice]
+    assert not any(changed) if SMALL[name].fixed else sum(changed) > 0.9 * len(changed)
 
 
 @every_task

@@ -1,10 +1,13 @@
-"""The task graph: sampled neighbourhoods, its models and figures, what it refuses. Batches are in
-test_graph_stores.py.
+"""The task graph: sampled neighbourhoods, its models and figures, what it refuses. The embedded
+graph and the generated one, and the rows of neighbours that all graphs have.
+
+Batches are in test_graph_stores.py, public graphs in test_prepare_graph.py.
 """
 
-import re
+import hashlib
+import json
 from collections import Counter
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,16 @@ from torch import Tensor, nn
 
 from co2.config import OptimConfig
 from co2.errors import ConfigError
+from tasks.graph import calls, generated
+from tasks.graph.edges import write_rows
+from tasks.graph.folder import PARTS, GraphFolder, faults
 from tasks.graph.graph import Graph
 from tasks.graph.networks import Edges, GraphNetwork, Network
 from tasks.graph.sampling import Neighbourhood, Restricted, Topology
-from tasks.graph.stores import StoreName
+from tasks.graph.source import Program
 from tasks.shared.randomness import generator
 from tests.tasks import random_graph
-from tests.tasks.build import built, mesh
-from tests.tasks.waits import no_waits
+from tests.tasks.build import built, refusal, used
 
 # Node 0 has 4 neighbours, 1 has 1, 2 has none, 3 has 2, 4 has 3.
 LISTS = [[1, 2, 3, 4], [0], [], [0, 4], [0, 1, 3]]
@@ -42,12 +47,6 @@ def edges(whole: Neighbourhood, layer: int) -> list[list[int]]:
     return [part.tolist() for part in cut]
 
 
-def test_few_neighbours_are_all_taken(topology: Topology) -> None:
-    starts, found = topology.sample(np.array([3, 2, 1]), 2, generator(0))
-    assert starts.tolist() == [0, 2, 2, 3]
-    assert found.tolist() == [0, 4, 0]
-
-
 def test_many_are_drawn_alike_and_without_repetition(topology: Topology) -> None:
     """Each pair of node 0's four neighbours is equally likely."""
     random, seen = generator(0), Counter[tuple[int, ...]]()
@@ -60,12 +59,18 @@ def test_many_are_drawn_alike_and_without_repetition(topology: Topology) -> None
 
 def test_neighbourhood(topology: Topology) -> None:
     """Nodes of the batch come first, then those that each layer adds, by their ids; a layer samples
-    for all nodes that are known by then."""
+    for all nodes that are known by then. Few neighbours are all taken."""
+    starts, found = topology.sample(np.array([3, 2, 1]), 2, generator(0))
+    assert starts.tolist() == [0, 2, 2, 3] and found.tolist() == [0, 4, 0]
     whole = topology.neighbourhood(np.array([3, 1]), (9, 9), generator(0))
     assert whole.nodes.tolist() == [3, 1, 0, 4, 2]
     assert whole.num_targets == 2
     assert edges(whole, 1) == [[0, 4], [0]]
     assert edges(whole, 0) == [[0, 4], [0], [1, 2, 3, 4], [0, 1, 3]]
+    # Of some nodes only those are sampled, also for a node that is not among them.
+    within = np.array([True, False, True, True, False])
+    whole = Restricted(topology, within).neighbourhood(np.array([4, 0]), (9,), generator(0))
+    assert edges(whole, 0) == [[0, 3], [2, 3]]
 
 
 @pytest.mark.parametrize("fanout", [(1, 2), (2, 1), (3,), (2, 2, 2)])
@@ -76,21 +81,6 @@ def test_every_edge_is_one(topology: Topology, fanout: tuple[int, ...]) -> None:
         for node, own in zip(whole.nodes.tolist(), edges(whole, layer), strict=False):
             assert len(own) == min(most, len(LISTS[node])) and set(own) <= set(LISTS[node])
             assert len(set(own)) == len(own)
-
-
-def test_the_same_key_samples_the_same(topology: Topology) -> None:
-    one, other, third = (
-        topology.neighbourhood(np.arange(5), (2, 2), generator(key)) for key in (7, 7, 8)
-    )
-    assert edges(one, 1) == edges(other, 1) and edges(one, 0) == edges(other, 0)
-    assert [edges(one, 1), edges(one, 0)] != [edges(third, 1), edges(third, 0)]
-
-
-def test_within_some_nodes(topology: Topology) -> None:
-    """Of the neighbours only those within are sampled, also of a node that is not."""
-    within = np.array([True, False, True, True, False])
-    whole = Restricted(topology, within).neighbourhood(np.array([4, 0]), (9,), generator(0))
-    assert edges(whole, 0) == [[0, 3], [2, 3]]
 
 
 def adjacency(edges: Edges, nodes: int) -> Tensor:
@@ -169,70 +159,35 @@ def test_autocast_adds_neighbours_up_in_fp32(kind: Network, topology: Topology) 
     torch.testing.assert_close(found.float(), model(x, own), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("kind", Network)
-def test_gradients_reach_every_weight(kind: Network, topology: Topology) -> None:
-    model = GraphNetwork(kind, (4, 8, 3), heads=2, dropout=0.5)
-    whole = topology.neighbourhood(np.array([0, 3]), (2, 2), generator(0))
-    own = [(torch.from_numpy(one.starts), torch.from_numpy(one.sources)) for one in whole.layers]
-    logits = model(torch.randn(len(whole.nodes), 4), own)
-    assert logits.shape == (2, 3)
-    logits.logsumexp(1).sum().backward()
-    assert all(weight.grad is not None for weight in model.parameters())
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_graph.write(tmp_path_factory.mktemp("graph") / "mine").folder
 
 
-def graph(path: Path | None, **given: Any) -> Graph:
-    optim = OptimConfig(lr=1e-2)
-    return built("graph", path=path, **{"batch_size": 10, "optim": optim, **given})
+def ready(path: Path, **given: Any) -> Graph:
+    defaults = {"batch_size": 10, "optim": OptimConfig(lr=1e-2), "num_workers": 1}
+    return built("graph", path=path, **{**defaults, **given})
 
 
-ready = partial(graph, num_workers=2)
-
-
-@pytest.mark.parametrize(
-    ("config", "line"),
-    [
-        ({"fanout": []}, "fanout=[]: must have a number for each layer"),
-        ({"model": Network.gat, "hidden": 30}, "heads=4: must divide hidden=30"),
-    ],
-)
-def test_wrong_values(config: dict[str, Any], line: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(line)):
-        Graph.Config(**config)
-
-
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data.path=.*: is no sound graph; docs/data.md has the"):
-        graph(tmp_path).setup(1)
-
-
-def test_the_published_size() -> None:
-    """GraphSAGE of papers100M: two matrices and a bias for each layer."""
-    with torch.device("meta"):
-        model = GraphNetwork(Network.sage, (128, 256, 256, 172), 4, 0.2)
-    pairs = ((128, 256), (256, 256), (256, 172))
-    expected = sum(2 * wide * narrow + narrow for wide, narrow in pairs)
-    assert sum(weight.numel() for weight in model.parameters()) == expected
+def test_what_cannot_be_used(tmp_path: Path) -> None:
+    line = refusal(lambda: Graph.Config(fanout=[]))
+    assert line.startswith("fanout=[]: must have a number for each layer")
+    line = refusal(lambda: Graph.Config(model=Network.gat, hidden=30))
+    assert line.startswith("heads=4: must divide hidden=30")
+    assert "is no sound graph; docs/data.md has the" in refusal(lambda: ready(tmp_path))
 
 
 def test_figures(folder: Path) -> None:
     """Of a model whose answer is known: the majority's class with little doubt."""
     task = ready(folder)
-    labels = task.graph.labels()[task.graph.part("val")]
-    counts = np.bincount(labels)
+    counts = np.bincount(task.graph.labels()[task.graph.part("val")])
 
-    class Fixed(torch.nn.Module):
+    class Fixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.bias = torch.nn.Parameter(
-                torch.nn.functional.one_hot(torch.tensor(int(counts.argmax())), 3).float()
-            )
+            self.bias = nn.Parameter(F.one_hot(torch.tensor(int(counts.argmax())), 3).float())
 
-        def forward(self, x: torch.Tensor, edges: Any) -> torch.Tensor:
+        def forward(self, x: Tensor, edges: Any) -> Tensor:
             return self.bias.expand(len(edges[-1][0]) - 1, 3)
 
     found = task.evaluate(Fixed())
@@ -240,54 +195,306 @@ def test_figures(folder: Path) -> None:
     right, wrong = -torch.tensor([1.0, 0.0, 0.0]).log_softmax(0)[:2].double()
     assert found["accuracy"] == pytest.approx(share) == task.baselines()["majority_accuracy"]
     assert found["loss"] == pytest.approx((share * right + (1 - share) * wrong).item())
+    # GraphSAGE of papers100M: two matrices and a bias for each layer.
+    model = GraphNetwork(Network.sage, (128, 256, 256, 172), 4, 0.2)
+    pairs = ((128, 256), (256, 256), (256, 172))
+    expected = sum(2 * wide * narrow + narrow for wide, narrow in pairs)
+    assert sum(weight.numel() for weight in model.parameters()) == expected
 
 
-def test_fingerprint_changes_with_the_data(tmp_path: Path, folder: Path) -> None:
-    other = random_graph.write(tmp_path / "other", seed=1).folder
-    found = [ready(path).fingerprint()["sha256"] for path in (folder, folder, other)]
-    assert found[0] == found[1] != found[2]
-
-
-def test_half_precision_features(tmp_path: Path) -> None:
-    """They are stored and moved as they are, and computed with in fp32."""
-    task = ready(random_graph.write(tmp_path / "half", dtype="float16").folder)
-    batches = task.batches(mesh(0, 2), 0)
-    batch = next(batches)
-    batches.close()
+def test_another_graph(tmp_path: Path, folder: Path) -> None:
+    """It has another fingerprint; its halves are stored and moved so, and computed with in fp32."""
+    task = ready(random_graph.write(tmp_path / "half", dtype="float16", seed=1).folder)
+    assert task.fingerprint()["sha256"] != ready(folder).fingerprint()["sha256"]
+    (batch,) = used(task)
     assert batch["features"].dtype == torch.float16
     assert task.loss(task.model(), batch).dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind", Network)
-def test_no_host_waits_in_a_step(tmp_path: Path, folder: Path, kind: Network) -> None:
-    """Also where some features are on the device already."""
-    task = graph(
-        folder,
-        root=tmp_path,
-        model=kind,
-        store=StoreName.diskgnn,
-        device_mb=1 / 1024,
-        num_workers=2,
-    )
-    model, batches = task.model(), task.batches(mesh(0, 2), 0)
-    batch = next(batches)
-    batches.close()
-    assert len(batch["table"]) > 0
-    with no_waits():
-        task.loss(model, batch).backward()
+def brute(
+    sources: np.ndarray, targets: np.ndarray, nodes: int, undirected: bool, distinct: bool
+) -> list[list[int]]:
+    """The neighbours of each node, with lists alone."""
+    rows: list[list[int]] = [[] for _ in range(nodes)]
+    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+        if source != target:
+            rows[target].append(source)
+            if undirected:
+                rows[source].append(target)
+    return [sorted(set(row) if distinct else row) for row in rows]
 
 
-@pytest.mark.parametrize(
-    "waiting",
-    [
-        lambda x: x.sum().item(),
-        lambda x: x.tolist(),
-        lambda x: x[x > 0],
-        lambda x: x.nonzero(),
-        lambda x: x.repeat_interleave(x.long()),
-    ],
-)
-def test_waits_are_found(waiting: Any) -> None:
-    """By what the test above rests on."""
-    with no_waits(), pytest.raises(AssertionError, match="the host would wait for"):
-        waiting(torch.arange(3.0))
+def written(folder: Path, nodes: int) -> list[list[int]]:
+    starts = np.fromfile(folder / "starts.bin", np.int64)
+    neighbours = np.fromfile(folder / "neighbours.bin", np.int32)
+    assert len(starts) == nodes + 1 and starts[0] == 0 and starts[-1] == len(neighbours)
+    return [part.tolist() for part in np.split(neighbours, starts[1:-1])]
+
+
+class TestRows:
+    @pytest.mark.parametrize("undirected", [True, False])
+    @pytest.mark.parametrize("distinct", [True, False])
+    @pytest.mark.parametrize("memory", [2048, 1 << 30])
+    def test_equal_brute_force(
+        self, tmp_path: Path, undirected: bool, distinct: bool, memory: int
+    ) -> None:
+        """Also where memory holds a small part of the edges."""
+        nodes, draw = 5000, np.random.default_rng(0)
+        # Half of the edges lead to a few nodes next to each other, in one bucket.
+        sources, targets = draw.integers(nodes, size=(2, 4000))
+        targets[::2] = 700 + draw.integers(4, size=2000)
+        targets[:9] = sources[:9]
+        pieces = [(sources[at : at + 999], targets[at : at + 999]) for at in range(0, 4000, 999)]
+        count = write_rows(
+            tmp_path, pieces, nodes, undirected=undirected, distinct=distinct, memory=memory
+        )
+        expected = brute(sources, targets, nodes, undirected, distinct)
+        assert written(tmp_path, nodes) == expected
+        assert count == sum(map(len, expected))
+        assert {path.name for path in tmp_path.iterdir()} == {"starts.bin", "neighbours.bin"}
+
+    @pytest.mark.parametrize("wrong", [-1, 10])
+    def test_an_edge_out_of_the_graph(self, tmp_path: Path, wrong: int) -> None:
+        ends = np.array([1, 2, wrong]), np.array([3, 4, 5])
+        for pair in (ends, ends[::-1]):
+            folder = tmp_path / str(pair is ends)
+            folder.mkdir()
+            with pytest.raises(ValueError, match=f"names node {wrong}, the nodes are 0 to 9"):
+                write_rows(folder, [pair], 10, undirected=True, distinct=True)
+        assert write_rows(tmp_path, [], 3, undirected=True, distinct=True) == 0
+        assert written(tmp_path, 3) == [[], [], []]
+
+
+PACKAGE = {
+    "__init__.py": "from .core import *\nfrom pack.core.base import helper as aid",
+    "core/__init__.py": "from .base import Base, helper",
+    "core/base.py": '''
+import os
+from math import sqrt
+
+def helper(x):
+    """Join paths of sympy.core.base.
+
+    >>> from pack.core import helper
+    """
+    return os.unique_elsewhere(sqrt(len(x)))
+
+@decorated
+class Base:
+    def __new__(cls):
+        return helper(cls)
+    def run(self):
+        def inner():
+            return helper(1)
+        return inner() + self.step()
+    def step(self):
+        return []
+''',
+    "poly/tools.py": """
+import pack.core.base as b
+from pack import aid, Base
+from ..core import base
+
+class Tool(Base):
+    def step(self):
+        from pack.poly.other import far
+        far(1).append(2)
+        return super().step()
+    def go(self, run):
+        self.run()
+        run()
+        return Base()
+
+if True:
+    def use(x):
+        x.rare()
+        x.unique_elsewhere()
+        b.helper(x); base.helper(x)
+        return aid(Tool())
+
+def append(): return missing()
+def unique_elsewhere(): return use
+""",
+    "poly/other.py": """
+def far(x): return sqrt(x)
+async def rare(): await rare()
+def many(): return 0
+class A:
+    def many(self): return x.many()
+class B:
+    def many(self): return 1
+class C:
+    def many(self): return 1
+""",
+}
+
+
+class TestCalls:
+    def test_are_resolved(self) -> None:
+        program = Program("pack", PACKAGE)
+        names = [function.qualified for function in program.functions]
+        found: dict[str, set[str]] = {}
+        for caller, called in program.calls():
+            found.setdefault(names[caller], set()).add(names[called])
+        tool, base = "poly.tools.Tool", "core.base.Base"
+        assert found == {
+            f"{base}.__new__": {"core.base.helper"},
+            f"{base}.run": {"core.base.helper", f"{base}.step"},
+            f"{tool}.step": {"poly.other.far", f"{base}.step"},
+            f"{tool}.go": {f"{base}.run", f"{base}.__new__"},
+            # x.append is a list's, and four functions are called `many`
+            "poly.tools.use": {
+                "poly.other.rare",
+                "poly.tools.unique_elsewhere",
+                "core.base.helper",
+                f"{base}.__new__",
+            },
+            "poly.other.rare": {"poly.other.rare"},
+        }
+
+    def test_graph_of_a_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(calls, "FEWEST", 5)
+        meta = calls.fill(tmp_path, "pack", PACKAGE)
+        names = [function.qualified for function in Program("pack", PACKAGE).functions]
+        rows = written(tmp_path, len(names))
+        helper = names.index("core.base.helper")
+        callers = ["core.base.Base.__new__", "core.base.Base.run", "poly.tools.use"]
+        assert rows[helper] == [names.index(name) for name in callers]
+        assert rows[names.index("poly.tools.use")].count(helper) == 1  # called three times
+        assert rows[names.index("poly.other.rare")] == [names.index("poly.tools.use")]
+        assert meta["class_names"] == ["poly"]  # core has four functions
+        labels = np.fromfile(tmp_path / "labels.bin", np.int16)
+        assert [name for name, label in zip(names, labels, strict=True) if label < 0] == names[:4]
+        assert sum(meta["parts"].values()) == len(names) - 4
+
+    def test_features_are_hashed_words(self) -> None:
+        one = calls.features_of("Alpha")
+        # crc32(b"alpha") is 0xd0e0396a; its lowest seven bits are the place, its highest the sign.
+        assert np.flatnonzero(one).tolist() == [0x6A] and one[0x6A] == 1
+        mixed = calls.features_of("alphaBETA_alpha = return self.x")
+        assert np.isclose(np.linalg.norm(mixed), 1)
+        beta = calls.features_of("beta")
+        assert np.allclose(mixed, (2**0.5 * one + beta) / 3**0.5)
+        assert not calls.features_of("x = 1").any()
+
+    def test_features_do_not_name_the_package(self, tmp_path: Path) -> None:
+        """Another package of another name, which imports other things, has the same features."""
+        rows = []
+        for name, imported in (("poly", "sympy.poly.tools"), ("core", "sympy.core.base")):
+            text = (
+                f"from {imported} import everything\n"
+                "def f(x):\n"
+                f"    from {imported} import (thing,\n        {name}_other)\n"
+                f'    """See {imported}.\n\n    >>> from {imported} import this\n    """\n'
+                "    return thing(x)\n"
+            )
+            folder = tmp_path / name
+            folder.mkdir()
+            calls.fill(folder, "pack", {f"{name}/m.py": text})
+            rows.append(np.fromfile(folder / "features.bin", np.float32))
+        assert rows[0].any() and (rows[0] == rows[1]).all()
+
+    def test_a_place_that_cannot_be_written(self, tmp_path: Path) -> None:
+        (tmp_path / "graphs").write_text("a file")
+        with pytest.raises(ConfigError, match=r"^data.root=.*: cannot write .*; choose another$"):
+            calls.prepared(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> GraphFolder:
+    folder = tmp_path_factory.mktemp("generated") / "graph"
+    return generated.generate(folder, 20_000, 32, 8, 15, seed=0)
+
+
+def with_sum(folder: Path, name: str, dtype: type, change: Callable[[np.ndarray], None]) -> None:
+    """Change a file and, as if it had been written so, its checksum in graph.json."""
+    values = np.fromfile(folder / name, dtype)
+    change(values)
+    values.tofile(folder / name)
+    meta = json.loads((folder / "graph.json").read_text())
+    meta["sha256"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    (folder / "graph.json").write_text(json.dumps(meta))
+
+
+def put(place: int, value: int) -> Callable[[np.ndarray], None]:
+    def change(values: np.ndarray) -> None:
+        values[place] = value
+
+    return change
+
+
+DAMAGED = [
+    ("starts.bin", np.int64, put(5, 1 << 40), "does not rise from 0"),
+    ("neighbours.bin", np.int32, put(0, -1), "names nodes outside of 0 to 299"),
+    ("labels.bin", np.int16, put(3, 8), "has labels outside of -1 to 7"),
+    ("labels.bin", np.int16, put(3, -2), "has labels outside of -1 to 7"),
+    ("train.bin", np.int64, put(-1, 300), "names nodes outside of 0 to 299"),
+    ("val.bin", np.int64, lambda nodes: put(1, nodes[0])(nodes), "its nodes do not ascend"),
+]
+
+
+class TestFaults:
+    """What `tasks.prepare verify` finds in a graph."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        return generated.generate(tmp_path / "graph", 300, 4, 8, 5, seed=0).folder
+
+    @pytest.mark.parametrize(("name", "dtype", "change", "says"), DAMAGED)
+    def test_what_no_graph_can_have(
+        self,
+        folder: Path,
+        name: str,
+        dtype: type,
+        change: Callable[[np.ndarray], None],
+        says: str,
+    ) -> None:
+        with_sum(folder, name, dtype, change)
+        [line] = faults(folder)
+        assert line.startswith(f"{folder / name}: {says}")
+
+    def test_a_node_of_a_part_has_a_label(self, folder: Path) -> None:
+        node = np.fromfile(folder / "test.bin", np.int64)[0]
+        with_sum(folder, "labels.bin", np.int16, put(node, -1))
+        assert list(faults(folder)) == [f"{folder / 'test.bin'}: has nodes without a label"]
+
+
+class TestGenerated:
+    def test_is_a_graph_of_its_rule(self, whole: GraphFolder) -> None:
+        assert not list(faults(whole.folder))
+        assert (whole.num_nodes, whole.num_features, whole.num_classes) == (20_000, 32, 8)
+        degrees = np.diff(whole.starts())
+        assert 14 < degrees.mean() <= 15 and degrees.min() > 0
+        assert degrees.max() > 30 * degrees.mean()
+        # A tail with exponent 2.5 leaves a share of x^-1.5 above x.
+        beyond = [(degrees > limit).mean() for limit in (40, 160)]
+        assert 4 < beyond[0] / beyond[1] < 16
+        chosen = [whole.part(name) for name in PARTS]
+        assert list(map(len, chosen)) == [2000, 400, 400]
+        labelled = np.flatnonzero(whole.labels() >= 0)
+        assert sorted(np.concatenate(chosen)) == sorted(labelled)
+
+    def test_neighbours_are_of_a_class(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(generated, "_SHARES", {"train": 2, "val": 4, "test": 4})
+        whole = generated.generate(tmp_path / "labelled", 20_000, 32, 8, 15, seed=0)
+        labels = whole.labels()
+        assert labels.min() == 0 and np.bincount(labels).tolist() == [2500] * 8
+        owners = np.repeat(np.arange(whole.num_nodes), np.diff(whole.starts()))
+        same = (labels[owners] == labels[whole.neighbours()]).mean()
+        assert abs(same - (0.7 + 0.3 / 8)) < 0.02
+        # The number of a node tells neither class nor degree.
+        ids = np.arange(whole.num_nodes)
+        assert abs(np.corrcoef(ids, labels)[0, 1]) < 0.03
+        assert abs(np.corrcoef(ids, np.diff(whole.starts()))[0, 1]) < 0.03
+
+    def test_depends_on_its_arguments_alone(self, whole: GraphFolder, tmp_path: Path) -> None:
+        rule = {"nodes": 20_000, "features": 32, "classes": 8, "degree": 15}
+        half = generated.generate(tmp_path / "half", **rule, seed=0, dtype="float16")
+        assert half.row_bytes == 64
+        assert (half.features() == whole.features().astype(np.float16)).all()
+        sums = whole.meta["sha256"]
+        assert all(half.meta["sha256"][name] == sums[name] for name in sums if "feat" not in name)
+        other = generated.generate(tmp_path / "other", **rule, seed=1)
+        assert not set(other.meta["sha256"].values()) & set(sums.values())

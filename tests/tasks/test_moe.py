@@ -1,16 +1,19 @@
 """Mixtures of experts. The layer: closed forms of the gate, and what is written token by token.
-GPT-2 with such layers: sizes, losses, scores, that it learns, and where it runs.
+GPT-2 with such layers: sizes, losses, scores, and where it runs. What travels between workers that
+share experts: the plan of tiles, the bytes, and tokens in symmetric memory.
 
 What all tasks must do is in test_contract.py.
 """
 
-import functools
 import math
 import re
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,19 +21,19 @@ import torch._dynamo.testing
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import _symmetric_memory as symm_mem
 
 import tasks.moe.moe as task_module
-from co2.config import Precision, Strategy
+from co2.config import Strategy
 from co2.errors import ConfigError
 from tasks.moe.experts import EXPERTS as EXPERT_WEIGHTS
 from tasks.moe.experts import Exchange, Experts, Kernel, balance_loss, z_loss
 from tasks.moe.moe import SHAPES, MoE, Size, mixtures
-from tasks.moe.routing import route
+from tasks.moe.symmetric_exchange import check_numbers, symmetric
+from tasks.moe.token_exchange import Traffic, bulk, tiled
 from tasks.text.causal import CorpusName
-from tests.grids import grid
-from tests.tasks.build import gpt2, mesh, moe, num_parameters
-from tests.tasks.waits import no_waits
-from tests.workers import Pool, replicas
+from tests.tasks.build import mesh, moe, num_parameters
+from tests.workers import everybody, replicas
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 6, 10, 5, 23
 
@@ -94,23 +97,6 @@ def test_equals_what_is_written_token_by_token(active: int, capacity: float | No
     assert made.routing.wanted.sum() == active * TOKENS
 
 
-def test_one_expert_is_a_plain_mlp() -> None:
-    made = layer(1, experts=1)
-    x = tokens()
-    torch.testing.assert_close(made(x), mlp(made, 0, x), rtol=1e-12, atol=1e-12)
-    assert made.losses[0].item() == pytest.approx(1)
-
-
-def test_alike_experts_are_one_of_them() -> None:
-    """Whoever is chosen: the weights of two chosen ones add up to 1."""
-    made = layer(2)
-    with torch.no_grad():
-        for weight in (made.inner, made.inner_bias, made.outer, made.outer_bias):
-            weight.copy_(weight[:1].expand_as(weight))
-    x = tokens()
-    torch.testing.assert_close(made(x), mlp(made, 0, x), rtol=1e-12, atol=1e-12)
-
-
 def test_a_shared_expert_sees_every_token() -> None:
     made, x = layer(1, shared=True, capacity=1e-9), tokens()
     nothing_else = made.shared(x)
@@ -119,12 +105,6 @@ def test_a_shared_expert_sees_every_token() -> None:
     assert routed is None and made.routing.counts.max() == 1, "room for one token each"
     alone = (out == nothing_else).all(1)
     assert alone.sum() == TOKENS - made.routing.counts.sum()
-
-
-@pytest.mark.parametrize("shape", [(TOKENS,), (1, TOKENS), (TOKENS, 1)])
-def test_any_shape_of_tokens(shape: tuple[int, ...]) -> None:
-    made, x = layer(2), tokens()
-    torch.testing.assert_close(made(x.view(*shape, WIDTH)).view(TOKENS, WIDTH), made(x))
 
 
 def test_experts_that_nobody_wants_have_gradients_of_zero() -> None:
@@ -141,20 +121,6 @@ def test_experts_that_nobody_wants_have_gradients_of_zero() -> None:
     assert made.inner.grad[3].any() and not made.inner.grad[[0, 1, 2, 4]].any()
 
 
-def test_room_goes_to_first_choices_and_earlier_tokens() -> None:
-    shares = torch.tensor([[0.5, 0.4, 0.1], [0.6, 0.1, 0.3], [0.3, 0.6, 0.1], [0.7, 0.2, 0.1]])
-    routing = route(shares, active=2, capacity=0.75)
-    # First choices 0 0 1 0, second ones 1 2 0 1; choice c of token t is number 4 c + t.
-    assert routing.wanted.tolist() == [[4, 3, 1]]
-    assert routing.counts.tolist() == [[2, 2, 1]]
-    assert routing.choice.tolist() == [0, 1, 2, 4, 5]
-    expected = [0.5 / 0.9, 0.6 / 0.9, 0.6 / 0.9, 0.4 / 0.9, 0.3 / 0.9]
-    assert routing.weight.tolist() == pytest.approx(expected)
-    assert route(shares, active=1, capacity=None).weight.tolist() == pytest.approx(
-        [0.5, 0.6, 0.7, 0.6]
-    )
-
-
 def test_losses_of_the_gate() -> None:
     """Balance: 1 where all are alike, E where one has all. z: of logits that are all c, the square
     of c + log E."""
@@ -164,6 +130,8 @@ def test_losses_of_the_gate() -> None:
     alone[:, 2] = 1
     assert balance_loss(alone, torch.tensor([0, 0, 8, 0])).item() == pytest.approx(4)
     assert z_loss(torch.full((8, 4), 1.5)).item() == pytest.approx((1.5 + math.log(4)) ** 2)
+    with pytest.raises(ConfigError, match="active=9: must not be above the 8 experts of size=smok"):
+        moe(Path("unused"), active=9)
 
 
 def test_the_balance_loss_balances() -> None:
@@ -217,51 +185,7 @@ def test_a_grouped_product_is_the_loop(
     assert (made.routing.counts == 0).sum() == (0 if favourite is None else 3)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_no_host_waits_for_a_grouped_product(bf16: bool) -> None:
-    made = layer(2, width=8, hidden=16, kernel=Kernel.grouped).float()
-    x = F.pad(tokens(), (0, 2)).float().requires_grad_()
-
-    def loss() -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            out = made(x).square().sum()
-        balance, z = made.losses
-        return out + balance + z
-
-    with no_waits():
-        loss().backward()
-    made.kernel = Kernel.loop
-    with pytest.raises(AssertionError, match="the host would wait for"), no_waits():
-        loss()
-
-
-def test_a_grouped_product_is_one_graph() -> None:
-    """Compiled once, however the tokens are divided."""
-    made = layer(2, width=8, hidden=16, kernel=Kernel.grouped).to(torch.bfloat16)
-    counter = torch._dynamo.testing.CompileCounter()
-    compiled = torch.compile(made, backend=counter, fullgraph=True)
-    for seed in range(4):
-        torch.manual_seed(seed)
-        compiled(torch.randn(TOKENS, 8, dtype=torch.bfloat16)).sum().backward()
-    assert counter.frame_count == 1
-
-
-def divided(
-    rank: int, world: int, active: int, capacity: float | None, ways: dict
-) -> tuple[Tensor, ...]:
-    """Of each worker's tokens: what the layer makes of them, their gradients, the gradients of the
-    gate and of this worker's experts, and the losses."""
-    made = layer(active, experts=4, capacity=capacity, **ways)
-    made.divide(dist.group.WORLD)
-    x = tokens()[:20].chunk(world)[rank].requires_grad_()
-    out = made(x)
-    balance, z = made.losses
-    loss = (out * (1 + out.detach())).sum() + balance + z
-    weights = [made.gate.weight, *(getattr(made, name) for name in EXPERT_WEIGHTS)]
-    found = torch.autograd.grad(loss, [x, *weights])
-    return out.detach(), *found, balance.detach(), z.detach()
-
-
+@replicas()
 @pytest.mark.parametrize("active", [1, 2])
 @pytest.mark.parametrize("capacity", [None, 0.5, 1.0])
 @pytest.mark.parametrize("world", [2, 4])
@@ -271,46 +195,45 @@ def divided(
     ids=["bulk", "whole tiles", "small tiles"],
 )
 def test_divided_over_workers(
-    workers: Pool, world: int, active: int, capacity: float | None, ways: dict
+    rank: int, world: int, active: int, capacity: float | None, ways: dict
 ) -> None:
-    """As by one worker with all experts and all tokens."""
-    made = layer(active, experts=4, capacity=capacity)
-    x = tokens()[:20].requires_grad_()
-    out = made(x)
-    balance, z = made.losses
-    loss = (out * (1 + out.detach())).sum() + world * (balance + z)
-    weights = [made.gate.weight, *(getattr(made, name) for name in EXPERT_WEIGHTS)]
-    dx, gate, *experts = torch.autograd.grad(loss, [x, *weights])
-    found = list(zip(*workers.run(divided, world, active, capacity, ways), strict=True))
-    close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
-    close(torch.cat(found[0]), out.detach())
-    close(torch.cat(found[1]), dx)
-    close(sum(found[2]), gate)
-    for parts, whole in zip(found[3:7], experts, strict=True):
-        close(torch.cat(parts), whole)
-    close(sum(found[7]) / world, balance.detach())
-    close(sum(found[8]) / world, z.detach())
-    assert (made.routing.wanted != made.routing.counts).any() == (capacity is not None)
+    """As by one worker with all experts and all tokens: values, losses and gradients."""
+    whole, own = (layer(active, experts=4, capacity=capacity, **more) for more in ({}, ways))
+    own.divide(dist.group.WORLD)
+    results = []
+    for made, x, share in (
+        (whole, tokens()[:20], world),
+        (own, tokens()[:20].chunk(world)[rank].clone(), 1),
+    ):
+        out = made(x.requires_grad_())
+        loss = (out * (1 + out.detach())).sum() + share * sum(made.losses)
+        weights = [made.gate.weight, *(getattr(made, name) for name in EXPERT_WEIGHTS)]
+        grads = torch.autograd.grad(loss, [x, *weights])
+        losses = torch.stack(made.losses).detach()
+        results.append((grads[1], losses, out.detach(), grads[0], *grads[2:]))
+    (gate, losses, *others), (own_gate, own_losses, *parts) = results
+    close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
+    close(sum(everybody(own_gate)), gate)
+    close(sum(everybody(own_losses)) / world, losses)
+    for part, one in zip(parts, others, strict=True):
+        close(part, one.chunk(world)[rank])
+    assert (whole.routing.wanted != whole.routing.counts).any() == (capacity is not None)
 
 
 @replicas(2)
-def test_divided_experts_have_a_way_of_their_own() -> None:
-    line = "moe.kernel=fused: needs all experts on each worker; with mesh.strategy=ep use loop"
-    with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
-        layer(1, experts=4, kernel=Kernel.fused).divide(dist.group.WORLD)
-
-
-@replicas(2)
-def test_as_many_experts_for_each_worker() -> None:
-    with pytest.raises(ConfigError, match=r"^mesh.replica_size=2: must divide the 5 experts$"):
-        layer(1, experts=5).divide(dist.group.WORLD)
+def test_experts_that_cannot_be_divided() -> None:
+    for made, line in (
+        (layer(1, experts=4, kernel=Kernel.fused), "moe.kernel=fused: needs all experts on each w"),
+        (layer(1, experts=5), "mesh.replica_size=2: must divide the 5 experts"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(line)}"):
+            made.divide(dist.group.WORLD)
 
 
 @pytest.fixture
 def task(root: Path, text_file: Path) -> MoE:
     """The smoke model on the small text."""
-    task = moe(root, text_file, context=32, vocab_size=300, num_workers=3)
-    return task
+    return moe(root, text_file, context=32, vocab_size=300, num_workers=3)
 
 
 @pytest.mark.parametrize("size", ["small-8e", "small-64e", "medium-128e"])
@@ -321,31 +244,22 @@ def test_sizes(size: str) -> None:
     plain = {12: 124_439_808, 24: 354_823_168}[layers]
     mlp = 8 * width**2 + 5 * width
     expected = plain + layers // 2 * ((experts - 1) * mlp + experts * width) + 47 * width
-    assert (
-        num_parameters("moe", size=Size[size], corpus=CorpusName.openwebtext, context=1024)
-        == expected
-    )
+    public = {"corpus": CorpusName.openwebtext, "context": 1024}
+    assert num_parameters("moe", size=Size[size], **public) == expected
 
 
-def test_where_the_experts_are(task: MoE) -> None:
-    blocks = task.model().transformer.h
-    assert [isinstance(block.mlp, Experts) for block in blocks] == [False, True, False, True]
-
-
-def test_initial_weights_and_decay(task: MoE) -> None:
-    """A model of the same seed has the same weights, the experts' are spread as GPT-2's; biases and
-    norms have no decay."""
-    model, again = task.model(), task.model()
-    for one, other in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, other)
+def test_experts_decay_in_every_second_block(task: MoE) -> None:
+    """Biases and norms do not."""
+    model = task.model()
+    blocks = [isinstance(block.mlp, Experts) for block in model.transformer.h]
+    assert blocks == [False, True, False, True]
     decayed, others = (group["params"] for group in task.optimizer(model).param_groups)
-    assert all(weight.dim() >= 2 for weight in decayed)
     layer = next(mixtures(model))
+    assert all(weight.dim() >= 2 for weight in decayed)
     assert any(weight is layer.inner for weight in decayed)
     assert any(weight is layer.outer_bias for weight in others)
     std = layer.inner.std().item()
-    assert layer.outer.std().item() == pytest.approx(std / 8**0.5, rel=0.05)
-    assert std == pytest.approx(model.transformer.wte.weight.std().item(), rel=0.05)
+    assert layer.outer.std().item() == pytest.approx(std / 8**0.5, rel=0.05), "as GPT-2's"
 
 
 def test_loss(task: MoE) -> None:
@@ -364,125 +278,265 @@ def test_loss(task: MoE) -> None:
     assert all(weight.grad is not None for weight in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "options",
-    grid([{}, {"active": 1, "capacity": 1.25}, {"shared": True}], lambda options: options != {}),
-    ids=str,
-)
-def test_it_learns(root: Path, text_file: Path, options: dict) -> None:
+@pytest.mark.parametrize("options", [{}, {"active": 1, "capacity": 1.25}, {"shared": True}])
+def test_scores_of_the_gates(root: Path, text_file: Path, options: dict) -> None:
+    """Where all tokens go to k experts, each of them has E / k times the mean."""
     task = moe(root, text_file, context=32, vocab_size=300, **options, num_workers=1)
-    model, batches = task.model(), task.batches(mesh(), 0)
-    optimizer = task.optimizer(model)
-    before = task.evaluate(model)
-    for _ in range(40):
-        optimizer.zero_grad()
-        task.loss(model, next(batches)).backward()
-        optimizer.step()
-    after = task.evaluate(model)
-    assert after["loss"] < before["loss"] - 0.5
-    assert after["busiest_expert"] >= 1
-    assert (after["dropped"] > 0) == ("capacity" in options)
-
-
-def test_scores_are_of_the_whole_validation_text(task: MoE) -> None:
-    """Where all tokens go to two experts, each of them has E / k times the mean."""
     model = task.model()
+    before = task.evaluate(model)["busiest_expert"]
     for layer in mixtures(model):
         nn.init.zeros_(layer.gate.weight)  # ties: the first ones are chosen
     scores = task.evaluate(model)
-    assert scores["busiest_expert"] == pytest.approx(8 / 2) and scores["dropped"] == 0
-
-
-def test_no_token_sees_a_later_one(root: Path, text_file: Path) -> None:
-    """Without a capacity, for which tokens compete."""
-    task = moe(root, text_file, context=32, vocab_size=300, num_workers=1)
-    model = task.model().eval()
-    tokens = torch.randint(300, (1, 32))
-    changed = tokens.clone()
-    changed[0, 20:] = torch.randint(300, (12,))
-    one, other = (task.logits(model, each)[0, :20] for each in (tokens, changed))
-    torch.testing.assert_close(one, other)
-
-
-def test_more_active_experts_than_there_are() -> None:
-    with pytest.raises(ConfigError, match="active=9: must not be above the 8 experts of size=smok"):
-        moe(Path("unused"), active=9)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where layers are to be computed."""
-
-    config: dict[str, Any]
-    refusal: str | None = None
-    """How the line begins, after the task's name."""
-    strategy: Strategy = Strategy.ddp
-    device: str = "cuda"
-    precision: Precision | None = None
-    """Of a compiled model; None for one that is not compiled."""
-    interpreted: bool = False
-    """Whether Triton interprets its kernels."""
-    has: bool = True
-    """Triton, NVSHMEM and a PyTorch that compiles a grouped GEMM in fp32."""
-    capability: tuple[int, int] = (8, 0)
+    assert scores["busiest_expert"] == pytest.approx(8 / options.get("active", 2))
+    assert 1 <= before < scores["busiest_expert"]
+    assert (scores["dropped"] > 0) == ("capacity" in options)
 
 
 LOOP, GROUPED, FUSED = ({"kernel": kernel} for kernel in Kernel)
 SYMMETRIC = {"exchange": Exchange.symmetric}
-PLACES = [
-    Place(LOOP, strategy=Strategy.ep, device="cpu"),
-    Place(GROUPED, device="cpu"),
-    Place(GROUPED, "kernel=grouped: needs all experts on each worker; with ", Strategy.ep, "cpu"),
-    Place(FUSED, "kernel=fused: needs all experts on each worker; with ", Strategy.ep, "cpu"),
-    Place(FUSED, "kernel=fused: needs a CUDA device, and these ", Strategy.zero3, "cpu"),
-    Place(FUSED, strategy=Strategy.zero3, device="cpu", interpreted=True),
-    Place(FUSED, "kernel=fused: needs Triton, which is not ", has=False),
-    Place(FUSED, "kernel=fused: needs a GPU of compute capability 8.0 ", capability=(7, 5)),
-    Place(FUSED),
-    Place(SYMMETRIC, device="cpu"),  # where nothing is exchanged
-    Place(SYMMETRIC, "exchange=symmetric: needs CUDA devices, and ", Strategy.ep, "cpu"),
-    Place(SYMMETRIC, "exchange=symmetric: needs a PyTorch with NVSH", Strategy.ep, has=False),
-    Place(SYMMETRIC, strategy=Strategy.ep),
-    Place(GROUPED, "compile=true: this PyTorch compiles ", precision=Precision.fp32, has=False),
-    Place(GROUPED, precision=Precision.fp32),
-    Place(GROUPED, precision=Precision.bf16, has=False),
-]
+NARROW, INNER = 3, 5
+"""Sizes of what travels here."""
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
-def test_where_it_runs(monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
-    def grouped(*given: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        """Old compilers look at its types before they know that it takes fp32."""
-        if not place.has:
-            raise RuntimeError("Expected inputs of BF16 type")
-        return torch.empty(0)
-
+@pytest.mark.parametrize(
+    ("config", "strategy", "interpreted", "refusal"),
+    [
+        (LOOP, Strategy.ep, False, None),
+        (GROUPED, Strategy.ddp, False, None),
+        (GROUPED, Strategy.ep, False, "moe.kernel=grouped: needs all experts on each worker; "),
+        (FUSED, Strategy.ep, False, "moe.kernel=fused: needs all experts on each worker; with "),
+        (FUSED, Strategy.zero3, False, "moe.kernel=fused: needs a CUDA device, and these "),
+        (FUSED, Strategy.zero3, True, None),
+        (SYMMETRIC, Strategy.ddp, False, None),  # where nothing is exchanged
+        (SYMMETRIC, Strategy.ep, False, "moe.exchange=symmetric: needs CUDA devices, and "),
+    ],
+)
+def test_where_it_runs_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    config: dict[str, Any],
+    strategy: Strategy,
+    interpreted: bool,
+    refusal: str | None,
+) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    if place.interpreted:
+    if interpreted:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(task_module, "find_spec", lambda name: name if place.has else None)
-    monkeypatch.setattr(task_module, "nvshmem_available", lambda: place.has)
-    monkeypatch.setattr(nn.functional, "grouped_mm", grouped)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: place.capability)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    task = moe(Path("unused"), **place.config)
-    if place.precision is not None:
-        task.train.compile, task.train.precision = True, place.precision
-    refusal = nullcontext()
-    if place.refusal is not None:
-        refusal = pytest.raises(ConfigError, match=rf"^(moe|train)\.{place.refusal}")
-    with refusal:
-        task.check_place(torch.device(place.device), place.strategy)
-
-
-def test_the_layers_have_the_kernel() -> None:
+    task = moe(Path("unused"), **config)
     with torch.device("meta"):
-        model = moe(Path("unused"), kernel=Kernel.fused).model()
-    assert {layer.kernel for layer in mixtures(model)} == {Kernel.fused}
+        model = task.model()
+    assert {layer.kernel for layer in mixtures(model)} == {config.get("kernel", Kernel.loop)}
+    with nullcontext() if refusal is None else pytest.raises(ConfigError, match=f"^{refusal}"):
+        task.check_place(torch.device("cpu"), strategy)
 
 
-def test_the_dense_part_is_gpt2s_tiny_model_one_block_longer(root: Path) -> None:
-    assert SHAPES[Size["smoke"]][0][1:] == (4, 64)
-    names = {name for name, _ in gpt2(root).model().named_parameters()}
-    own = {name for name, _ in moe(root).model().named_parameters() if ".mlp." not in name}
-    assert own <= names
+@pytest.mark.parametrize(
+    ("config", "refusal"),
+    [
+        (FUSED, "moe.kernel=fused: needs a GPU of compute capability 8.0 "),
+        (SYMMETRIC, "moe.exchange=symmetric: needs a PyTorch with NVSH"),
+        (GROUPED, "train.compile=true: this PyTorch compiles "),
+    ],
+)
+def test_what_a_gpu_or_its_pytorch_lacks(config: dict[str, Any], refusal: str) -> None:
+    """As if there were an old GPU, with a PyTorch without NVSHMEM that compiles grouped GEMMs in
+    bf16 alone, which shows before it knows that they take fp32."""
+    task = moe(Path("unused"), **config)
+    task.train.compile = config == GROUPED
+    old = {"get_device_capability": lambda _: (7, 5), "is_initialized": lambda: True}
+    with (
+        patch.multiple(torch.cuda, **old),
+        patch.object(task_module, "nvshmem_available", lambda: False),
+        patch.object(F, "grouped_mm", side_effect=RuntimeError("Expected inputs of BF16 type")),
+        pytest.raises(ConfigError, match=rf"^{refusal}"),
+    ):
+        task.check_place(torch.device("cuda"), Strategy.ep if config == SYMMETRIC else Strategy.ddp)
+
+
+@replicas()
+@pytest.mark.parametrize("world", [2, 4])
+def test_tiles_carry_tokens_only(rank: int, world: int) -> None:
+    """`tiled` sends the rows for others' experts and what was made of others' rows, with gradients
+    as many times again; `bulk` pads all to the largest count."""
+    counts = counts_of(world, 4)
+    weights = [weight.float().chunk(world)[rank].requires_grad_() for weight in weights_of(4)]
+    rows = torch.randn(int(counts[rank].sum()), NARROW)
+    to = counts.view(world, world, -1).sum(2)
+    away = to[rank].sum() - to[rank, rank] + to[:, rank].sum() - to[rank, rank]
+    padded = 4 * (4 - 4 // world) * counts.max()
+    gradients = []
+    for exchange, sent in ((partial(tiled, most=2), 2 * away), (bulk, padded)):
+        traffic, own = Traffic(), rows.clone().requires_grad_()
+        made = exchange(own, counts, tuple(weights), dist.group.WORLD, traffic)
+        made.square().sum().backward()
+        gradients.append(own.grad)
+        totals = traffic.totals()
+        assert totals.comm.bytes_sent == sent * NARROW * 4
+        assert totals.comm.comm_s > 0 and totals.comm.exposed_s > 0
+        assert (totals.behind_s > 0) == (exchange is not bulk)
+        assert traffic.totals() == totals, "what has been counted stays counted"
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+
+
+def test_seconds_under_way_are_counted_once() -> None:
+    traffic = Traffic()
+    traffic._events.extend([(1.0, 1), (1.5, 1), (2.0, -1), (4.0, -1), (7.0, 1), (7.5, -1)])
+    assert traffic.totals().comm.comm_s == 3.5
+
+
+def parts(rows: Tensor, numbers: Tensor, first: Tensor) -> list[Tensor]:
+    return [rows[a : a + n].clone() for n, a in zip(numbers.tolist(), first.tolist(), strict=True)]
+
+
+def put(out: Tensor, places: Tensor, groups: list[list[Tensor]], align: int | None) -> None:
+    """Write the parts one behind the other, each group from a multiple of `align`; a group is at
+    least that long."""
+    out.fill_(torch.nan)
+    at, lengths, first = 0, [], []
+    for group in groups:
+        begin = at
+        for part in group:
+            out[at : at + len(part)] = part
+            lengths.append(len(part))
+            first.append(at)
+            at += len(part)
+        if align is not None:
+            at = begin + max(-(-(at - begin) // align), 1) * align
+    places.copy_(torch.tensor([lengths, first]))
+
+
+def dispatch(
+    rows: Tensor,
+    out: Tensor,
+    numbers: Tensor,
+    places: Tensor,
+    group_name: str,
+    major_align: int | None = None,
+) -> None:
+    """From the order of workers to that of experts."""
+    world, me = dist.get_world_size(), dist.get_rank()
+    own = len(numbers) // world
+    first = torch.tensor([0, *accumulate(numbers.tolist())][:-1])
+    sent = everybody(parts(rows, numbers, first))
+    groups = [[sent[a][me * own + e] for a in range(world)] for e in range(own)]
+    put(out, places, groups, 1 if major_align is None else major_align)
+
+
+def combine(rows: Tensor, out: Tensor, sources: Tensor, places: Tensor, group_name: str) -> None:
+    """From the order of experts to that of workers."""
+    world, me = dist.get_world_size(), dist.get_rank()
+    own = sources.shape[1] // world
+    sent = everybody(parts(rows, *sources))
+    put(out, places, [[sent[a][e * world + me] for e in range(own)] for a in range(world)], None)
+
+
+@contextmanager
+def kernels() -> Iterator[list[tuple[int, ...]]]:
+    """With the two kernels, and memory that is as symmetric. Yields the shapes of what is made."""
+    made: list[tuple[int, ...]] = []
+
+    def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        made.append(shape)
+        new = torch.empty(*shape, dtype=dtype, device=device)
+        return new.fill_(torch.nan) if dtype.is_floating_point else new.fill_(-(10**9))
+
+    library = torch.library.Library("symm_mem", "IMPL")
+    library.impl("all_to_all_vdev_2d", dispatch, "CPU")
+    library.impl("all_to_all_vdev_2d_offset", combine, "CPU")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symm_mem, "empty", empty)
+        patch.setattr(symm_mem, "rendezvous", lambda tensor, group: None)
+        patch.setattr(symm_mem, "get_backend", lambda device: None)
+        patch.setattr(symm_mem, "set_backend", lambda name: made.clear())
+        try:
+            yield made
+        finally:
+            library._destroy()
+
+
+def counts_of(world: int, experts: int, seed: int = 0, most: int = 7) -> Tensor:
+    numbers = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, most + 1, (world, experts), generator=numbers)
+    counts[:, seed % experts] = 0  # an expert that nobody wants
+    return counts
+
+
+def weights_of(experts: int) -> list[Tensor]:
+    torch.manual_seed(experts)
+    shapes = ((NARROW, INNER), (INNER,), (INNER, NARROW), (NARROW,))
+    return [torch.randn(experts, *shape, dtype=torch.float64) for shape in shapes]
+
+
+def computed(weights: list[Tensor], rows: Tensor, counts: Tensor) -> Tensor:
+    """One expert after another."""
+    made = []
+    for part, *expert in zip(rows.split(counts.tolist()), *weights, strict=True):
+        inner, inner_bias, outer, outer_bias = expert
+        hidden = F.gelu(torch.addmm(inner_bias, part, inner), approximate="tanh")
+        made.append(torch.addmm(outer_bias, hidden, outer))
+    return torch.cat(made)
+
+
+@replicas()
+@pytest.mark.parametrize(("world", "experts"), [(1, 3), (2, 6), (3, 6), (4, 4)])
+def test_symmetric_memory_equals_tiles(rank: int, world: int, experts: int) -> None:
+    """For several batches, in values, gradients and bytes.
+
+    PyTorch's two kernels of symmetric memory need GPUs; here functions over gloo do what its
+    documentation says of them, and fill with NaN what they leave unsaid.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    with kernels():
+        for seed, most in enumerate((7, 2, 30, 0)):  # the third needs more memory
+            counts, traffic, other = counts_of(world, experts, seed, most), Traffic(), Traffic()
+            weights = [w.chunk(world)[rank].requires_grad_() for w in weights_of(experts)]
+            numbers = torch.Generator().manual_seed(rank)
+            shape = int(counts[rank].sum()), NARROW
+            rows = torch.randn(shape, dtype=torch.float64, generator=numbers).requires_grad_()
+
+            ways = (
+                symmetric(rows, counts, partial(computed, weights), group, traffic),
+                tiled(rows, counts, tuple(weights), group, other, 4),
+            )
+            results = []
+            for out in ways:
+                loss = (out * (1 + out.detach())).sum()
+                results.append((out.detach(), *torch.autograd.grad(loss, [rows, *weights])))
+            for mine, theirs in zip(*results, strict=True):
+                assert mine.isfinite().all()
+                torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+            totals = traffic.totals().comm
+            assert totals.comm_s == totals.exposed_s > 0
+            assert totals.bytes_sent == other.totals().comm.bytes_sent
+
+
+@replicas(2)
+def test_layers_share_the_memory(rank: int) -> None:
+    """Two layers of a model compute as in tiles, in memory that is made once for both."""
+    found = []
+    with kernels() as made:
+        for exchange in (Exchange.tiled, Exchange.symmetric):
+            torch.manual_seed(0)
+            shape = (8, 16, 4, 2, None, False, (0.5, 0.5), 0.0)
+            layers = [Experts(*shape, exchange=exchange) for _ in range(2)]
+            for one in layers:
+                one.divide(dist.group.WORLD)
+            numbers = torch.Generator().manual_seed(rank)
+            for _ in range(3):
+                out = layers[1](layers[0](torch.randn(12, 8, generator=numbers)))
+            found.append(out.detach())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert len(made) % 9 == 0 and len(made) <= 18, "all of it at once, and at most once more"
+
+
+@pytest.mark.parametrize(
+    ("workers", "experts", "line"),
+    [
+        (32, 64, "mesh.replica_size=32: moe.exchange=symmetric serves at most 16 workers; use til"),
+        (2, 64, "moe.exchange=symmetric: a worker would have 32 experts, at most 16 can be served"),
+    ],
+)
+def test_what_the_kernels_cannot_serve(workers: int, experts: int, line: str) -> None:
+    check_numbers(16, 256)
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}"):
+        check_numbers(workers, experts)

@@ -4,6 +4,7 @@ SETS; its small source stands in tests/tasks/small_sets.py."""
 import errno
 import multiprocessing
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from co2.errors import ConfigError
 from tasks.prepare.__main__ import SETS, main
 from tests.grids import nonempty
 from tests.tasks.build import mesh
+from tests.tasks.conftest import Refused
 from tests.tasks.small_sets import GIVEN, Given
 
 every_set = pytest.mark.parametrize("name", nonempty(GIVEN))
@@ -25,13 +27,6 @@ every_set = pytest.mark.parametrize("name", nonempty(GIVEN))
 
 def test_every_set_has_a_source() -> None:
     assert {name.split()[0] for name in GIVEN} == set(SETS)
-
-
-@pytest.fixture
-def given(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Given:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "given").mkdir()
-    return GIVEN[name](tmp_path / "given", monkeypatch)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -49,12 +44,10 @@ def command(given: Given, root: Path) -> list[str]:
     return [*given.options, "--root", str(root)]
 
 
-def error(capfd: pytest.CaptureFixture[str]) -> str:
-    """The one line of an error, on stderr; progress aside."""
-    told = capfd.readouterr().err.splitlines()
-    (line,) = [line for line in told if line.startswith("error: ")]
-    assert told[-1] == line and "Traceback" not in "".join(told)
-    return line
+def prepared(given: Given, root: Path) -> Path:
+    """What the command makes."""
+    assert main(command(given, root)) == 0
+    return root / given.made
 
 
 @every_set
@@ -63,9 +56,8 @@ def test_the_task_trains_on_it(
 ) -> None:
     """And both ways of looking through it find it sound."""
     root = tmp_path / "root"
-    assert main(command(given, root)) == 0
+    made = prepared(given, root)
     assert "train with: task=" in capfd.readouterr().out
-    made = root / given.made
     assert list(made.parent.iterdir()) == [made], "nothing else is left"
     for look in ("--check", "--verify"):
         assert main([given.options[0], look, str(made)]) == 0
@@ -181,7 +173,8 @@ def test_disturbed_it_is_gone_on_with(
         capfd.readouterr()
         assert disturbed(command(given, root), root, at, how)[0] == STATUS[how]
         if how == "full":
-            assert "No space left on device; make room or choose another" in error(capfd)
+            (line,) = re.findall("^error: .*", capfd.readouterr().err, re.MULTILINE)
+            assert line.endswith("No space left on device; make room or choose another")
         assert in_place(root / given.made).items() <= expected.items()
         status, again = disturbed(command(given, root), root, 0, "watched")
         assert status == 0
@@ -206,41 +199,31 @@ def remove(file: Path) -> None:
 @every_set
 @pytest.mark.parametrize("damage", [cut, remove])
 def test_a_damaged_source_is_one_line(
-    given: Given,
-    tmp_path: Path,
-    damage: Callable[[Path], None],
-    capfd: pytest.CaptureFixture[str],
+    given: Given, tmp_path: Path, damage: Callable[[Path], None], refused: Refused
 ) -> None:
     """Which names an option. Nothing that is half is in place, and with the whole source the same
     command ends well."""
-    assert main(command(given, tmp_path / "whole")) == 0
-    expected = files(tmp_path / "whole" / given.made)
+    expected = files(prepared(given, tmp_path / "whole"))
     root = tmp_path / "root"
     for file in given.files:
         beside = files(file.parent)
         damage(file)
-        capfd.readouterr()
-        assert main(command(given, root)) == 2, file
-        assert error(capfd).startswith("error: --")
+        assert refused(command(given, root)).startswith("error: --"), file
         assert in_place(root / given.made).items() <= expected.items()
         for name, content in beside.items():
             (file.parent / name).write_bytes(content)
-    assert main(command(given, root)) == 0
-    assert files(root / given.made) == expected
+    assert files(prepared(given, root)) == expected
 
 
 @every_set
-def test_a_root_that_cannot_be_written(
-    given: Given, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_root_that_cannot_be_written(given: Given, tmp_path: Path, refused: Refused) -> None:
     """It is told before the work, where a source may take hours to load."""
     root = tmp_path / "root"
     root.write_text("a file")
     if given.root_first:
         for file in given.files:
             file.unlink()
-    assert main(command(given, root)) == 2
-    line = error(capfd)
+    line = refused(command(given, root))
     assert line.startswith(f"error: --root={root}: ") and line.endswith("choose another")
     assert root.read_text() == "a file"
 
@@ -252,11 +235,11 @@ def changed(file: Path) -> None:
 
 
 @every_set
-def test_damage_is_found(given: Given, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_found(
+    given: Given, tmp_path: Path, refused: Refused, capfd: pytest.CaptureFixture[str]
+) -> None:
     """By --verify, which names the file; and a folder that is not there is one line."""
-    root = tmp_path / "root"
-    assert main(command(given, root)) == 0
-    made, name = root / given.made, given.options[0]
+    made, name = prepared(given, tmp_path / "root"), given.options[0]
     for pattern in nonempty(given.spoilt):
         file = nonempty(sorted(made.rglob(pattern)))[-1]
         content = file.read_bytes()
@@ -269,5 +252,6 @@ def test_damage_is_found(given: Given, tmp_path: Path, capfd: pytest.CaptureFixt
         file.write_bytes(content)
     capfd.readouterr()
     assert main([name, "--verify", str(made)]) == 0
-    assert main([name, "--verify", str(tmp_path / "none")]) == 2
-    assert error(capfd).endswith("none: no such file or folder")
+    assert refused([name, "--verify", str(tmp_path / "none")]).endswith(
+        "none: no such file or folder"
+    )

@@ -1,8 +1,13 @@
-"""RoBERTa: masks, sizes, ids, loss and evaluation; bad data. What all tasks must do is in
-test_contract.py.
+"""RoBERTa: masks, sizes, ids, loss and evaluation. GLUE, its fine-tuning: examples, metrics,
+batches and evaluation. Bad data of both.
+
+What all tasks must do is in test_contract.py.
 """
 
 import math
+import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +17,35 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from scipy.stats import chisquare
-from transformers import RobertaConfig
+from tokenizers import Tokenizer
 
 from co2.app.export import once
-from co2.errors import ConfigError
-from tasks import RoBERTa
+from co2.task import FineTuning
+from tasks import GLUE, RoBERTa
+from tasks.glue import passages
+from tasks.glue.examples import Examples, fitted
+from tasks.glue.glue import Name
+from tasks.glue.glue_tables import GLUE_TASKS, read_examples
+from tasks.glue.scores import METRICS
+from tasks.shared.corpus import user_corpus
 from tasks.shared.randomness import generator
 from tasks.text import store
 from tasks.text.masking import IGNORED, Masking, Vocabulary, masked
-from tasks.text.roberta import CorpusName, Size, begin_as_waves, roberta_ids
+from tasks.text.roberta import CorpusName, Size, roberta_ids
 from tasks.text.text import windows
-from tests.tasks.build import gpt2, mesh, num_parameters, roberta, sampler, text_of
+from tests.tasks import small_glue
+from tests.tasks.build import (
+    built,
+    gpt2,
+    mesh,
+    num_parameters,
+    refusal,
+    roberta,
+    sampler,
+    text_of,
+    used,
+)
+from tests.tasks.conftest import story
 
 WORDS = Vocabulary(1000)
 
@@ -37,24 +60,18 @@ def rows(number: int, length: int = 100) -> np.ndarray:
 
 
 def test_a_window_loses_just_the_chosen_places() -> None:
-    given = rows(50)
+    """Only ordinary tokens are chosen and drawn."""
+    given = rows(400)
     before = given.copy()
-    seen, places, targets = masked(given, WORDS, Masking(), 0, 0, np.arange(50))
+    seen, places, targets = masked(given, WORDS, Masking(), 0, 0, np.arange(400))
     assert np.array_equal(given, before)
-    assert places.shape == targets.shape == (50, 15)
+    assert places.shape == targets.shape == (400, 15)
     assert (np.diff(places, axis=1) > 0).all()
     assert np.array_equal(np.take_along_axis(given, places, axis=1), targets)
     restored = seen.copy()
     np.put_along_axis(restored, places, targets, axis=1)
     assert np.array_equal(restored, given)
-
-
-def test_only_ordinary_tokens_are_chosen_and_drawn() -> None:
-    given = rows(400)
-    seen, _, targets = masked(given, WORDS, Masking(), 0, 0, np.arange(400))
     assert targets.min() >= 4 and targets.max() < WORDS.mask
-    special = (given < 4) | (given == WORDS.mask)
-    assert np.array_equal(seen[special], given[special])
     drawn = seen[(seen != given) & (seen != WORDS.mask)]
     assert len(drawn) > 300 and drawn.min() >= 4 and drawn.max() < WORDS.mask
 
@@ -85,18 +102,6 @@ def test_the_shares_are_those_of_the_recipe(masking: Masking) -> None:
     assert abs(often - expected).max() < 6 * math.sqrt(expected)
 
 
-def test_the_key_alone_decides() -> None:
-    given = rows(8)
-    first = masked(given, WORDS, Masking(), 3, 7, np.arange(8))
-    np.random.seed(1)
-    again = masked(given[4:], WORDS, Masking(), 3, 7, np.arange(4, 8))  # of other neighbours
-    for whole, half in zip(first, again, strict=True):
-        assert np.array_equal(whole[4:], half)
-    for other in ((3, 8), (4, 7)):
-        found = masked(given, WORDS, Masking(), *other, np.arange(8))
-        assert (found[1] != first[1]).any(axis=1).all()
-
-
 def test_windows_with_too_few_words() -> None:
     given = np.full((2, 22), Vocabulary.END)
     given[0, 5] = 9
@@ -106,14 +111,20 @@ def test_windows_with_too_few_words() -> None:
     assert (targets[1] == IGNORED).all() and np.array_equal(seen[1], given[1])
 
 
-@pytest.mark.parametrize(("length", "number"), [(2, 1), (20, 3), (40, 6), (512, 77)])
-def test_fifteen_percent(length: int, number: int) -> None:
-    assert Masking().num_chosen(length) == number
+def test_sizes() -> None:
+    public = {"corpus": CorpusName.wikibooks, "context": 512}
+    assert num_parameters("roberta", size=Size.base, **public) == 124_697_433  # as published
+    assert num_parameters("roberta", size=Size.large, **public) == 355_412_057
+    one_norm = 2 * 1024  # that of the last layer's output
+    pre_norm = num_parameters("roberta", size=Size.large, pre_norm=True, **public)
+    assert pre_norm == 355_412_057 + one_norm
+    assert num_parameters("roberta") < 200_000
+    for length, number in ((2, 1), (20, 3), (40, 6), (512, 77)):
+        assert Masking().num_chosen(length) == number, "fifteen percent"
 
 
 def small(root: Path, text_file: Path, **more: Any) -> RoBERTa:
-    task = roberta(root, text_file, **{"context": 34, "vocab_size": 300, **more}, num_workers=3)
-    return task
+    return roberta(root, text_file, **{"context": 34, "vocab_size": 300, **more}, num_workers=3)
 
 
 @pytest.fixture
@@ -122,43 +133,8 @@ def task(root: Path, text_file: Path) -> RoBERTa:
     return small(root, text_file)
 
 
-def test_sizes() -> None:
-    public = {"corpus": CorpusName.wikibooks, "context": 512}
-    assert num_parameters("roberta", size=Size.base, **public) == 124_697_433  # as published
-    assert num_parameters("roberta", size=Size.large, **public) == 355_412_057
-    one_norm = 2 * 1024  # that of the last layer's output
-    assert (
-        num_parameters("roberta", size=Size.large, pre_norm=True, **public)
-        == 355_412_057 + one_norm
-    )
-    assert num_parameters("roberta") < 200_000
-
-
 def num_windows(task: RoBERTa, part: str) -> int:
     return text_of(task).count(part) // 32
-
-
-def test_words_come_in_and_out_by_one_matrix(root: Path) -> None:
-    inner = roberta(root, dropout=0.25).model().language
-    assert inner.lm_head.decoder.weight is inner.roberta.embeddings.word_embeddings.weight
-    assert inner.lm_head.decoder.bias is inner.lm_head.bias
-    rates = {module.p for module in inner.modules() if isinstance(module, torch.nn.Dropout)}
-    assert rates == {0.25}
-
-
-def test_positions_of_a_narrow_model_begin_as_waves() -> None:
-    """All as long, each nearest to its neighbours; a model as wide as RoBERTa has random ones."""
-    narrow = torch.nn.Embedding(35, 64)
-    begin_as_waves(narrow, RobertaConfig(initializer_range=0.07))
-    rows = narrow.weight.detach()
-    torch.testing.assert_close(rows.norm(dim=1), torch.full((35,), 2 * 0.07 * 8))
-    near = rows @ rows.T / rows[0].square().sum()
-    for apart in range(1, 4):
-        assert (near.diagonal(apart) < near.diagonal(apart - 1)[: 35 - apart] - 0.01).all()
-    wide = torch.nn.Embedding(5, 768)
-    before = wide.weight.detach().clone()
-    begin_as_waves(wide, RobertaConfig())
-    assert torch.equal(wide.weight, before)
 
 
 def test_ids_are_laid_out_as_roberta_does(task: RoBERTa) -> None:
@@ -176,19 +152,9 @@ def test_ids_are_laid_out_as_roberta_does(task: RoBERTa) -> None:
     assert roberta_ids(text_of(task), False).max() == task.vocabulary.mask - 1
     assert task.vocabulary.size == 304
     assert separator in tokens[-1:]  # the document's end is there to be mapped
-
-
-def test_a_window_has_another_mask_in_every_epoch(task: RoBERTa) -> None:
-    samples = sampler(task, num_windows(task, "train"))
-    masks: dict[int, list[torch.Tensor]] = {}
-    drawn = task.batches(mesh(), 0)
-    for draw in range(2 * samples.draws_per_epoch):
-        _, places, _ = next(drawn)
-        for index, own in zip(samples.indices(draw, 0).tolist(), places, strict=True):
-            masks.setdefault(index, []).append(own)
-    twice = [both for both in masks.values() if len(both) == 2]
-    assert len(twice) > 0.9 * samples.num_samples
-    assert sum(torch.equal(*both) for both in twice) <= 1
+    other = gpt2(task.data.root, task.data.path, context=32, vocab_size=300, num_workers=1)
+    assert text_of(other).folder == text_of(task).folder
+    assert other.fingerprint() == task.fingerprint()
 
 
 def test_masks_are_as_configured(root: Path, text_file: Path) -> None:
@@ -202,13 +168,19 @@ def test_masks_are_as_configured(root: Path, text_file: Path) -> None:
     assert torch.equal(seen.gather(1, places), targets)
 
 
-def test_pre_norm(root: Path, text_file: Path) -> None:
-    """Without what the layers add, all that is left of them is the last norm."""
+def test_pre_norm(root: Path, text_file: Path, tmp_path: Path) -> None:
+    """transformers reads such a model. Without what the layers add, all that is left of them is
+    the last norm."""
+    from transformers import AutoModelForMaskedLM
+
     task = small(root, text_file, pre_norm=True)
-    model, batch = task.model().eval(), next(task.batches(mesh(), 0))
-    inner, seen = model.language.base_model, batch[0]
-    loss = task.loss(model, batch)
-    assert loss.item() == pytest.approx(math.log(304), abs=0.6)
+    model, (seen, places, _) = task.model().eval(), next(task.batches(mesh(), 0))
+    package, inner = task.package(model), model.language.base_model
+    (tmp_path / "config.json").write_text(package.files["config.json"])
+    save_file(once(model, package.prefix), tmp_path / "model.safetensors", {"format": "pt"})
+    logits = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()(input_ids=seen).logits
+    chosen = places.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
+    torch.testing.assert_close(model(seen, places), logits.gather(1, chosen))
     with torch.no_grad():
         for layer in inner.encoder.layer:
             for dense in (layer.attention.output.dense, layer.output.dense):
@@ -217,41 +189,25 @@ def test_pre_norm(root: Path, text_file: Path) -> None:
         torch.testing.assert_close(inner(input_ids=seen).last_hidden_state, expected)
 
 
-def test_transformers_reads_pre_norm(root: Path, text_file: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForMaskedLM
-
-    task = small(root, text_file, pre_norm=True)
-    model, (seen, places, _) = task.model().eval(), next(task.batches(mesh(), 0))
-    package = task.package(model)
-    (tmp_path / "config.json").write_text(package.files["config.json"])
-    save_file(once(model, package.prefix), tmp_path / "model.safetensors", {"format": "pt"})
-    read = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
-    logits = read(input_ids=seen).logits
-    chosen = places.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
-    torch.testing.assert_close(model(seen, places), logits.gather(1, chosen))
-
-
-def test_the_loss_is_that_of_the_chosen_tokens(task: RoBERTa) -> None:
-    """Against the whole of transformers' own forward, labels where a token was chosen."""
-    model, batch = task.model(), next(task.batches(mesh(), 0))
-    seen, places, targets = batch
-    labels = torch.full_like(seen, -100).scatter(1, places, targets)
-    expected = model.language(input_ids=seen, labels=labels).loss
-    loss = task.loss(model, batch)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert loss.item() == pytest.approx(math.log(304), abs=0.6)
-
-
-def test_places_that_do_not_count(task: RoBERTa) -> None:
-    model, (seen, places, targets) = task.model(), next(task.batches(mesh(), 0))
+def test_the_loss_is_that_of_the_chosen_tokens(root: Path, text_file: Path) -> None:
+    """Against the whole of transformers' own forward, labels where a token was chosen; words come
+    in and out by one matrix."""
+    task = small(root, text_file, dropout=0.25)
+    inner = task.model().language
+    rates = {module.p for module in inner.modules() if isinstance(module, torch.nn.Dropout)}
+    assert rates == {0.25}
+    assert inner.lm_head.decoder.weight is inner.roberta.embeddings.word_embeddings.weight
+    model, (seen, places, targets) = task.model().eval(), next(task.batches(mesh(), 0))
     some = targets.clone()
-    some[0, 1:] = some[2] = IGNORED
-    logits = model(seen, places)
-    kept = some != IGNORED
-    expected = F.cross_entropy(logits[kept], targets[kept])
-    assert task.loss(model, (seen, places, some)).item() == pytest.approx(expected.item(), rel=1e-5)
-    nothing = task.loss(model, (seen, places, torch.full_like(targets, IGNORED)))
-    assert nothing.item() == 0
+    some[0, 1:] = some[2] = IGNORED  # places that do not count
+    for own in (targets, some):
+        labels = torch.full_like(seen, -100)
+        kept = own != IGNORED
+        labels[kept.nonzero()[:, 0], places[kept]] = own[kept]
+        expected = model.language(input_ids=seen, labels=labels).loss
+        loss = task.loss(model, (seen, places, own))
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert task.loss(model, (seen, places, torch.full_like(targets, IGNORED))).item() == 0
 
 
 def test_evaluation_is_the_mean_over_all_windows(root: Path, text_file: Path) -> None:
@@ -268,26 +224,13 @@ def test_evaluation_is_the_mean_over_all_windows(root: Path, text_file: Path) ->
     scores = task.evaluate(model)
     assert scores["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
-    assert model.training
     other = small(root, text_file, seed=5)  # masks do not depend on the seed
     assert other.evaluate(model) == scores
-
-
-def test_the_baseline_leaves_separators_out(task: RoBERTa) -> None:
     tokens = np.asarray(text_of(task).tokens("val"))
     words = tokens[tokens != text_of(task).meta["separator"]]
     shares = np.unique(words, return_counts=True)[1] / len(words)
-    expected = -(shares * np.log(shares)).sum()
-    assert task.baselines() == {"unigram_entropy": pytest.approx(expected)}
-
-
-def test_gpt2_shares_the_cache(
-    monkeypatch: pytest.MonkeyPatch, root: Path, text_file: Path, task: RoBERTa
-) -> None:
-    other = gpt2(root, text_file, context=32, vocab_size=300)
-    monkeypatch.setattr("tasks.text.text.create", lambda *_: pytest.fail("it is made again"))
-    other.setup(1)
-    assert task.fingerprint() == other.fingerprint()
+    entropy = -(shares * np.log(shares)).sum()
+    assert task.baselines() == {"unigram_entropy": pytest.approx(entropy)}
 
 
 def kept(root: Path, tokens: list[int], vocab_size: int = 50265, separator: int = 2) -> None:
@@ -311,40 +254,226 @@ def test_wikibooks_keeps_its_ids(tmp_path: Path) -> None:
         ([1000, 2] * 100, {"separator": 50256}, "end with 50256, RoBERTa's with 2"),
         ([2] * 200, {}, "train.bin holds separators and no text"),
         ([1000, 2] * 10, {}, "one window of roberta.context=34 needs 32"),
+        ([1000, 60001] * 100, {}, "train.bin holds token 60001, the vocabulary ends at 50265"),
     ],
 )
 def test_a_store_that_cannot_be_used(tmp_path: Path, tokens: list[int], of, says: str) -> None:
     kept(tmp_path, tokens, **of)
-    with pytest.raises(ConfigError) as caught:
-        roberta(tmp_path, corpus=CorpusName.wikibooks, context=34).setup(1)
-    line = str(caught.value)
-    assert line.startswith("roberta.corpus=wikibooks: ") and says in line and "\n" not in line
+    task = roberta(tmp_path, corpus=CorpusName.wikibooks, context=34)
+    line = refusal(lambda: used(task))
+    assert line.startswith("data.root=" if 60001 in tokens else "roberta.corpus=wikibooks: ")
+    assert says in line
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_token_outside_the_vocabulary(tmp_path: Path, workers: int) -> None:
-    kept(tmp_path, [1000, 60001] * 100)
-    task = roberta(
-        tmp_path, corpus=CorpusName.wikibooks, context=34, workers=workers, num_workers=1
-    )
-    with pytest.raises(ConfigError) as caught:
-        next(task.batches(mesh(), 0))
-    line = str(caught.value)
-    assert "train.bin holds token 60001, the vocabulary ends at 50265" in line
-    assert caught.value.key == "data.root" and "\n" not in line
+glue = partial(built, "glue", context=34, vocab_size=300)
 
 
-def test_text_that_is_too_little(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("only a few words")
-    with pytest.raises(ConfigError, match=r"^data\.path=.*roberta\.context=34 needs 32"):
-        small(tmp_path / "root", path)
-    path.write_text(" \n")
-    with pytest.raises(ConfigError, match=r"^data\.path=.*holds no text"):
-        small(tmp_path / "root", path)
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of three topics; more than twenty, so that whole files validate."""
+    folder = tmp_path_factory.mktemp("files")
+    for number in range(60):
+        path = folder / ("north", "south/deep", "west")[number % 3] / f"{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{path.parent.name} " * 10 + story(200, number))
+    (folder / "top.txt").write_text(story(100))
+    return folder
 
 
-def test_shares_of_the_mask_that_are_more_than_all() -> None:
-    with pytest.raises(ConfigError) as caught:
-        RoBERTa.Config(mask_masked=0.8, mask_random=0.3)
-    assert caught.value.key == "mask_random"
+def test_metrics() -> None:
+    labels, predictions = np.array([0, 1, 1, 0, 1, 0]), np.array([0, 1, 0, 0, 1, 1])
+    for name, expected in (("accuracy", 2 / 3), ("f1", 2 / 3), ("mcc", 1 / 3)):
+        assert METRICS[name](labels, predictions) == pytest.approx(expected)
+    x, y = np.array([1.0, 2, 3]), np.array([1.0, 2, 9])
+    assert METRICS["spearman"](x, y) == pytest.approx(1)
+    assert METRICS["pearson"](x, y) == pytest.approx(8 / 76**0.5)
+    for name, metric in METRICS.items():
+        if name != "accuracy":  # nothing is learned from predictions that are all equal
+            assert metric(labels, np.zeros(6)) == 0
+
+
+def test_rows() -> None:
+    ids, tokens = np.arange(100) + 4, np.arange(50)
+    starts, lengths = np.array([[0, 10], [20, 30]]), np.array([[2, 1], [9, 5]])
+    pairs = Examples(tokens, starts, lengths, np.zeros(2, np.int64))
+    rows = pairs.rows(np.array([1, 0]), ids, 11)
+    assert rows[0].tolist() == [0, 24, 25, 26, 27, 2, 2, 34, 35, 36, 2]
+    assert rows[1].tolist() == [0, 4, 5, 2, 2, 14, 2, 1, 1, 1, 1]
+    one = Examples(tokens, starts[:, :1], lengths[:, :1], np.zeros(2, np.int64))
+    assert one.rows(np.array([0, 1]), ids, 6).tolist() == [
+        [0, 4, 5, 2, 1, 1],
+        [0, 24, 25, 26, 27, 2],
+    ]
+    for first, second, kept in ((9, 9, [4, 3]), (9, 2, [5, 2]), (1, 9, [1, 6]), (3, 4, [3, 4])):
+        assert fitted(np.array([[first, second]]), 7).tolist() == [kept]
+
+
+def adjoin(root: Path, text_file: Path, **more: Any) -> GLUE:
+    return glue(root, text_file, name=Name.adjoin, **more, num_workers=3)
+
+
+def examples(task: GLUE) -> dict[str, Examples]:
+    """What the task reads, made of its text or its tables."""
+    name, root, path = task.config.name, Path(task.data.root), task.data.path
+    if name.value in GLUE_TASKS:
+        return read_examples(root / "glue" / name.value, name.value, text_of(task), root)
+    assert path is not None
+    if name is Name.topic:
+        return passages.topic(text_of(task), user_corpus(path), task.length - 2)
+    return passages.adjoin(text_of(task), user_corpus(path), (task.length - 4) // 2)
+
+
+def texts(task: GLUE, part: str) -> list[list[str]]:
+    tokenizer = Tokenizer.from_file(str(text_of(task).folder / "tokenizer.json"))
+    found = examples(task)[part]
+
+    def text(start: int, length: int) -> str:
+        return tokenizer.decode(found.tokens[start : start + length].tolist())
+
+    rows = zip(found.starts, found.lengths, strict=True)
+    return [[text(*piece) for piece in zip(*pieces, strict=True)] for pieces in rows]
+
+
+def test_topics(root: Path, folder: Path) -> None:
+    task = glue(root, folder, num_workers=1)
+    corpus = user_corpus(str(folder))
+    assert task.num_labels == 3 and task.baselines() == {"majority_accuracy": 1 / 3}
+    for part in ("train", "val"):
+        documents = list(corpus.named_documents(part))
+        found = examples(task)[part]
+        assert task.fingerprint()["num_samples"][part] == len(found)
+        assert (found.lengths == 32).all() and len(np.unique(found.starts)) == len(found)
+        assert (np.diff(np.sort(found.starts[:, 0])) >= 32).all()  # none overlap
+        assert len(set(np.bincount(found.labels))) == 1
+        for (text,), label in zip(texts(task, part)[::7], found.labels[::7], strict=True):
+            top = ("north", "south", "west")[label]
+            inside = [name for name, whole in documents if text.strip("�") in whole]
+            assert any(name.startswith(top) for name in inside)
+    assert corpus.validation_files.isdisjoint(n for n, _ in corpus.named_documents("train"))
+
+
+def test_adjoining(root: Path, text_file: Path) -> None:
+    task = adjoin(root, text_file)
+    for part, found in examples(task).items():
+        assert task.fingerprint()["num_samples"][part] == len(found)
+        apart = found.starts[:, 1] - found.starts[:, 0]
+        assert ((apart == 15) == (found.labels == 1)).all()
+        assert np.bincount(found.labels).tolist() == [len(found) // 2] * 2
+        assert (found.lengths == 15).all() and len(np.unique(found.starts)) == 2 * len(found)
+    assert task.baselines() == {"majority_accuracy": 0.5}
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("name", ["cola", "mnli", "stsb"])
+def test_examples_are_the_tables(tmp_path: Path, text_file: Path, name: str, saved: bool) -> None:
+    small_glue.write(tmp_path / "glue", (name,), saved)
+    task = glue(tmp_path, text_file, name=Name(name), num_workers=1)
+    columns = GLUE_TASKS[name].columns
+    for part, splits in (("train", ("train",)), ("val", GLUE_TASKS[name].validation)):
+        tables = [small_glue.table(name, split) for split in splits]
+        rows = [[row[column] for column in columns] for one in tables for row in one.to_pylist()]
+        assert texts(task, part) == rows
+        labels = np.concatenate([one["label"].to_numpy() for one in tables])
+        assert np.allclose(examples(task)[part].labels, labels)
+    first = small_glue.table(name, GLUE_TASKS[name].validation[0])
+    assert examples(task)["val"].first == len(first)
+    assert len(list((Path(task.data.root) / "text").glob(f"glue_{name}-*"))) == 1
+    assert task.fingerprint()["num_samples"]["train"] == 40
+
+
+@pytest.mark.parametrize("name", GLUE_TASKS)
+def test_every_task_of_glue(tmp_path: Path, text_file: Path, name: str) -> None:
+    """The metrics are those of all predictions, whatever the batches."""
+    small_glue.write(tmp_path / "glue", (name,))
+    task = glue(tmp_path, text_file, name=Name(name), num_workers=1)
+    model, found = task.model(), examples(task)["val"]
+    loss = task.loss(model, next(task.batches(mesh(), 0)))
+    assert loss.shape == () and loss.dtype == torch.float32
+    rows = found.rows(np.arange(len(found)), roberta_ids(text_of(task), False), task.length)
+    tokens, labels = torch.from_numpy(rows), torch.from_numpy(found.labels)
+    with torch.no_grad():
+        logits = model(tokens)
+    regression = name == "stsb"
+    predictions = (logits[:, 0] if regression else logits.argmax(-1)).numpy()
+    scores = task.evaluate(model)
+    whole = F.mse_loss(logits[:, 0], labels) if regression else F.cross_entropy(logits, labels)
+    assert scores.pop("loss") == pytest.approx(whole.item(), rel=1e-5)
+    expected = {}
+    for metric in GLUE_TASKS[name].metrics:
+        if name == "mnli":
+            right = predictions == found.labels
+            expected = {"accuracy": right[:13].mean(), "accuracy_mismatched": right[13:].mean()}
+        else:
+            expected[metric] = METRICS[metric](found.labels, predictions)
+    assert scores == pytest.approx(expected, abs=1e-6)
+    assert set(task.baselines()) == {"variance" if regression else "majority_accuracy"}
+
+
+def test_samples_shorter_than_the_context(root: Path, text_file: Path) -> None:
+    """The model is the same: only the samples are shorter; and padding changes nothing."""
+    task, whole = adjoin(root, text_file, length=20), adjoin(root, text_file)
+    tokens, _ = next(task.batches(mesh(), 0))
+    assert tokens.shape == (4, 20) and (tokens != Vocabulary.PAD).all()
+    shapes = [[weight.shape for weight in one.model().parameters()] for one in (task, whole)]
+    assert shapes[0] == shapes[1]
+    model, padded = task.model().eval(), F.pad(tokens, (0, 14), value=Vocabulary.PAD)
+    with torch.no_grad():
+        assert torch.allclose(model(padded), model(tokens), atol=1e-6)
+
+
+def test_values_that_cannot_be(root: Path, text_file: Path, tmp_path: Path) -> None:
+    for wrong in ({"length": 7}, {"length": 35}, {"context": 6}):
+        line = refusal(lambda: GLUE.Config(**{"context": 34, **wrong}))  # noqa: B023
+        assert line.partition("=")[0] in wrong
+    line = refusal(lambda: RoBERTa.Config(mask_masked=0.8, mask_random=0.3))
+    assert line.startswith("mask_random=")
+    line = refusal(lambda: glue(root, text_file).setup(1))
+    assert line.endswith("use glue.name=adjoin"), "topics are those of files"
+    kept(tmp_path, [*range(1000, 1015), 2] * 20)
+    line = refusal(lambda: glue(tmp_path, corpus=CorpusName.wikibooks).setup(1))
+    assert line.startswith("glue.corpus=wikibooks: glue.name=topic is made")
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_the_encoder_is_that_of_roberta(root: Path, text_file: Path, pre_norm: bool) -> None:
+    task = adjoin(root, text_file, pre_norm=pre_norm)
+    classes = task.model().state_dict()
+    masks = small(root, text_file, pre_norm=pre_norm).model().state_dict()
+    both = classes.keys() & masks.keys()
+    assert both and all(classes[name].shape == masks[name].shape for name in both)
+    rest = classes.keys() ^ masks.keys()
+    assert rest and all(name.startswith(GLUE.heads) for name in rest)
+    assert isinstance(task, FineTuning)
+
+
+def test_objections(root: Path, text_file: Path, folder: Path) -> None:
+    task = adjoin(root, text_file)
+    data = task.fingerprint()["text"]
+    shape = {"size": "smoke", "context": 34, "vocab_size": 300}
+    run = {"task": "roberta", "roberta": shape}
+    assert task.objection(run, data) is None
+    assert task.objection({"task": "glue", "glue": shape}, {"text": data}) is None
+    assert "task=gpt2" in str(task.objection({"task": "gpt2"}, data))
+    for key, value in (("size", "base"), ("context", 32), ("vocab_size", 512)):
+        other = {"task": "roberta", "roberta": {**shape, key: value}}
+        assert f"roberta.{key}={value}" in str(task.objection(other, data))
+    elsewhere = glue(root, folder, num_workers=1)
+    assert "vocabulary" in str(task.objection(run, elsewhere.fingerprint()["text"]))
+
+
+@pytest.mark.parametrize(
+    ("says", "spoil"),
+    [
+        ("has no split train", shutil.rmtree),
+        ("has no split validation", lambda there: [p.unlink() for p in there.glob("val*")]),
+        ("validation cannot", lambda there: [p.write_bytes(b"") for p in there.glob("val*")]),
+    ],
+)
+def test_tables_that_cannot_be_used(
+    tmp_path: Path, text_file: Path, says: str, spoil: Callable[[Path], object]
+) -> None:
+    """What a table holds is in tests/cli/test_bad_data.py."""
+    spoil(small_glue.write(tmp_path / "glue", ("rte",)) / "rte")
+    line = refusal(lambda: glue(tmp_path, text_file, name=Name.rte).setup(1))
+    assert line.startswith("glue.name=rte: ") and says in line
+    assert f"python -m tasks.prepare glue --root {tmp_path}" in line

@@ -1,6 +1,7 @@
-"""What the tasks share: random numbers, the choice of samples, loading, evaluation; and the toy."""
+"""What the tasks share: random numbers, the choice of samples, loading, evaluation, optimizers; and
+the toy."""
 
-import errno
+import math
 import multiprocessing
 import os
 import re
@@ -8,12 +9,12 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import count, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,17 +22,19 @@ import torch
 from scipy.stats import chisquare, kstest
 from torch import Tensor, nn
 
-from co2.config import Validation
+from co2.config import OptimConfig, Optimizer, Validation
 from co2.errors import ConfigError, from_outside
-from co2.record.files import whole_lines
 from co2.start.processes import STOP_SIGNALS
 from recipes.runs.processes import is_running
-from tasks.shared import evaluation, loader
+from tasks.shapenet.shapenet import Objective
 from tasks.shared.evaluation import evaluating, share, tally, total
 from tasks.shared.loader import load
+from tasks.shared.muon import MuonAdamW
+from tasks.shared.optimizer import make_optimizer
 from tasks.shared.randomness import _GAMMA, _hashed, generator, seeded, uniforms
 from tasks.shared.sampling import Sampler, validation_samples
-from tests.tasks.build import mesh, sampler, toy
+from tests.tasks.build import built, refusal, toy
+from tests.workers import everybody, replicas
 
 SAMPLES = np.arange(20_000)
 
@@ -49,17 +52,20 @@ def test_the_hash_is_that_of_splitmix64() -> None:
 
 
 def test_generators_depend_on_the_key_alone() -> None:
-    def drawn(*key: int) -> list[float]:
-        with seeded(*key):
-            return torch.rand(4).tolist()
+    """Also where all of a key but one part, or its length, is the same."""
 
-    torch.manual_seed(0)
+    def drawn(*key: int) -> tuple[float, float]:
+        with seeded(*key):
+            return torch.rand(()).item(), generator(*key).random()
+
     before = torch.get_rng_state()
     assert drawn(1, 2, 3) == drawn(1, 2, 3)
-    assert len({tuple(drawn(*key)) for key in [(1, 2, 3), (3, 2, 1), (1, 2), (1, 2, 4)]}) == 4
+    keys = [(1, 2, 3), (3, 2, 1), (1, 2), (1, 2, 4)]
+    found = zip(*(drawn(*key) for key in keys), strict=True)
+    assert all(len(set(numbers)) == len(keys) for numbers in found)
     assert torch.equal(torch.get_rng_state(), before)
-    assert np.array_equal(generator(1, 2).random(3), generator(1, 2).random(3))
-    assert not np.array_equal(generator(1, 2).random(3), generator(2, 1).random(3))
+    keys += [(), (0,), (0, 0), (1,), (0, 1), (1, 0), (2, 1), (2**63, 0), (1, 2, 0)]
+    assert len({float(uniforms(1, *key)[0, 0]) for key in keys}) == len(keys)
 
 
 def test_a_row_is_a_function_of_its_key() -> None:
@@ -74,44 +80,18 @@ def test_a_row_is_a_function_of_its_key() -> None:
         assert np.array_equal(whole[row], uniforms(5, 2**40 + 1, epoch, sample)[0])
 
 
-def test_other_keys_have_other_numbers() -> None:
-    keys = [
-        (),
-        (0,),
-        (0, 0),
-        (0, 0, 0),
-        (1,),
-        (0, 1),
-        (1, 0),
-        (1, 2),
-        (2, 1),
-        (2**63, 0),
-        (1, 2, 0),
-    ]
-    assert len({float(uniforms(1, *key)[0, 0]) for key in keys}) == len(keys)
-    epochs, samples = np.divmod(np.arange(90_000), 300)
-    assert len(np.unique(uniforms(2, 0, epochs, samples))) == 180_000
-
-
-@pytest.mark.parametrize("column", [0, 1, 30])
 @pytest.mark.parametrize("varying", [0, 1, 2])
-def test_numbers_are_uniform(column: int, varying: int) -> None:
-    """Over neighbouring keys that differ in one part; and along one sequence."""
+def test_numbers_are_uniform_and_independent(varying: int) -> None:
+    """Over neighbouring keys that differ in one part, and along one sequence; and neighbours of
+    both, by the correlation and by a grid of pairs."""
     key: list[int | np.ndarray] = [3, 5, 7]
     key[varying] = SAMPLES
-    for numbers in (uniforms(31, *key)[:, column], uniforms(20_000, 3, varying, column)[0]):
+    columns = uniforms(31, *key)[:, [0, 1, 30]].T
+    for numbers in (*columns, uniforms(20_000, 3, varying, 1)[0]):
         assert numbers.min() >= 0 and numbers.max() < 1
         assert kstest(numbers, "uniform").pvalue > 1e-3
         assert chisquare(np.bincount((numbers * 97).astype(int), minlength=97)).pvalue > 1e-3
-
-
-@pytest.mark.parametrize("varying", [0, 1, 2])
-def test_neighbours_are_independent(varying: int) -> None:
-    """Of keys, of places in a sequence, and of both, by the correlation and by a grid of pairs."""
-    key: list[int | np.ndarray] = [3, 5, 7]
-    key[varying] = SAMPLES
-    numbers = uniforms(2, *key)
-    first, second = numbers.T
+    first, second, _ = columns
     for some, others in ((first, second), (first[:-1], first[1:]), (first[1:], second[:-1])):
         assert abs(np.corrcoef(some, others)[0, 1]) < 4 / np.sqrt(len(SAMPLES))
         pairs = (some * 12).astype(int) * 12 + (others * 12).astype(int)
@@ -125,76 +105,29 @@ def drawn(sampler: Sampler, draws: range) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("samples", "replicas", "batch"), [(24, 3, 4), (25, 3, 4), (47, 2, 5), (5, 5, 1), (7, 1, 7)]
+    ("workers", "batch", "repeats"), [(1, 12, 1), (3, 4, 1), (4, 6, 3), (8, 2, 3), (1, 12, 3)]
 )
-def test_an_epoch_sees_no_sample_twice(samples: int, replicas: int, batch: int) -> None:
-    sampler = Sampler(samples, replicas, batch, seed=1)
-    per_epoch = sampler.draws_per_epoch
-    assert per_epoch == samples // (replicas * batch)
-    for epoch in range(3):
-        batches = drawn(sampler, range(epoch * per_epoch, (epoch + 1) * per_epoch))
-        seen = np.concatenate(batches)
-        assert len(seen) == len(set(seen.tolist())) == per_epoch * replicas * batch
-        assert seen.min() >= 0 and seen.max() < samples
-
-
-@pytest.mark.parametrize(
-    ("workers", "batch", "repeats"), [(4, 6, 3), (8, 2, 3), (1, 12, 3), (2, 8, 2)]
-)
-def test_repeats_are_dealt_out_as_by_deit(workers: int, batch: int, repeats: int) -> None:
-    """Its RASampler: every sample of a permutation so many times, of which worker w takes each
-    `workers`-th from w on, until all together have taken as many as there are samples."""
+def test_an_epoch_is_dealt_out(workers: int, batch: int, repeats: int) -> None:
+    """It is a permutation, of which each worker takes its part of every draw. With repeats it is
+    DeiT's RASampler: every sample so many times, of which worker w takes each `workers`-th from w
+    on, until all together have taken as many as there are samples."""
     samples = 100
     sampler = Sampler(samples, workers, batch, seed=1, repeats=repeats)
     per_epoch = sampler.draws_per_epoch
     assert per_epoch == samples // (workers * batch)
     for epoch in range(2):
         order = np.random.default_rng((1, epoch)).permutation(samples)
-        repeated = np.repeat(order, repeats)
-        views = np.tile(np.arange(repeats), samples) + epoch * repeats
+        repeated = np.repeat(order, repeats)[: per_epoch * batch * workers]
+        views = np.tile(np.arange(repeats), samples)[: len(repeated)] + epoch * repeats
         draws = range(epoch * per_epoch, (epoch + 1) * per_epoch)
         for worker in range(workers):
+            own = np.arange(worker, len(repeated), workers)
+            if repeats == 1:
+                own = np.arange(len(repeated)).reshape(per_epoch, workers, batch)[:, worker].ravel()
             taken = np.concatenate([sampler.indices(draw, worker) for draw in draws])
             numbers = np.concatenate([sampler.views(draw, worker) for draw in draws])
-            own = slice(worker, per_epoch * batch * workers, workers)
             assert np.array_equal(taken, repeated[own])
             assert np.array_equal(numbers, views[own])
-            if workers >= repeats:
-                assert len(set(taken.tolist())) == len(taken)
-
-
-def test_without_repeats_the_number_of_a_view_is_the_epoch() -> None:
-    sampler = Sampler(24, 3, 4, seed=1)
-    for draw in range(5):
-        assert sampler.views(draw, 1).tolist() == [sampler.epoch(draw)] * 4
-
-
-def test_left_over_samples_get_their_turn_in_other_epochs() -> None:
-    sampler = Sampler(25, 2, 4, seed=0)
-    assert len(set(np.concatenate(drawn(sampler, range(60))).tolist())) == 25
-
-
-def test_order_of_asking_does_not_matter() -> None:
-    asked = [(draw, replica) for draw in range(40) for replica in range(2)]
-    sampler = Sampler(50, 2, 4, seed=3)
-    forward = {key: sampler.indices(*key).tolist() for key in asked}
-    again = Sampler(50, 2, 4, seed=3)
-    assert all(again.indices(*key).tolist() == forward[key] for key in reversed(asked))
-
-
-def test_seed_and_epoch_change_the_order() -> None:
-    first, other = Sampler(64, 1, 64, seed=0), Sampler(64, 1, 64, seed=1)
-    orders = [first.indices(0, 0), first.indices(1, 0), other.indices(0, 0), other.indices(1, 0)]
-    assert len({tuple(order.tolist()) for order in orders}) == 4
-
-
-def test_number_of_replicas_does_not_change_the_global_batch() -> None:
-    two, four = Sampler(100, 2, 8, seed=5), Sampler(100, 4, 4, seed=5)
-    for draw in range(20):
-        assert np.array_equal(
-            np.concatenate(drawn(two, range(draw, draw + 1))),
-            np.concatenate(drawn(four, range(draw, draw + 1))),
-        )
 
 
 def test_a_step_has_the_same_samples_however_it_is_cut() -> None:
@@ -213,39 +146,20 @@ def test_a_step_has_the_same_samples_however_it_is_cut() -> None:
         assert steps(workers, batch) == whole
 
 
-def test_an_order_is_drawn_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of ten million samples it takes long."""
-    drawn: list[object] = []
-    original = np.random.default_rng
-
-    def default_rng(seed: object) -> np.random.Generator:
-        drawn.append(seed)
-        return original(seed)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(np.random, "default_rng", default_rng)
-    sampler = Sampler(1000, 4, 8, seed=0)
-    for draw in range(2 * sampler.draws_per_epoch):
-        sampler.indices(draw, 3)
-    assert len(drawn) == 2
-
-
 @pytest.mark.parametrize(
-    ("samples", "replicas", "batch", "key", "best"),
-    [(3, 4, 1, "launch.workers", "3"), (10, 4, 3, "train.batch_size", "2")],
+    ("samples", "workers", "batch", "whole", "says"),
+    [
+        (3, 4, 1, None, r"launch\.workers=4: .* use at most 3$"),
+        (10, 4, 3, None, r"train\.batch_size=3: .* use at most 2$"),
+        (31, 2, 4, 32, r"train\.global_batch=32: the training data hold 31 "),
+        (31, 8, 4, 24, r"train\.batch_size=4: .* hold 24; use at most 3$"),  # one that has grown
+    ],
 )
-def test_too_few_samples(samples: int, replicas: int, batch: int, key: str, best: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Sampler(samples, replicas, batch, seed=0)
-    assert caught.value.key == key
-    assert str(caught.value).endswith(f"use at most {best}")
-    Sampler(samples, replicas if batch > 1 else int(best), min(batch, int(best)), seed=0)
-
-
-def test_too_few_samples_for_a_global_batch() -> None:
-    with pytest.raises(ConfigError, match=r"train\.global_batch=32: the training data hold 31 "):
-        Sampler(31, 2, 4, seed=0, global_batch=32)
-    with pytest.raises(ConfigError, match=r"train\.batch_size=4: .* hold 24; use at most 3$"):
-        Sampler(31, 8, 4, seed=0, global_batch=24)  # an elastic run that has grown
+def test_too_few_samples(
+    samples: int, workers: int, batch: int, whole: int | None, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Sampler(samples, workers, batch, seed=0, global_batch=whole)
 
 
 HALVES = (Validation.report, Validation.tuning)
@@ -262,24 +176,14 @@ def test_the_halves_of_the_validation_samples(available: int, alternate: bool) -
 
 
 def test_neighbours_share_a_half_unless_samples_alternate() -> None:
-    """6400 samples are 64 blocks of a hundred, and the halves take them in turn."""
+    """6400 samples are 64 blocks of a hundred, and the halves take them in turn; one has none."""
     blocks = validation_samples(6400, None, Validation.report).reshape(32, 100)
     assert (np.diff(blocks) == 1).all() and (blocks[:, 0] == np.arange(0, 6400, 200)).all()
     second = validation_samples(6400, None, Validation.tuning, alternate=True)
     assert (second == np.arange(1, 6400, 2)).all()
-
-
-def test_fewer_samples_are_spread_over_their_own_half() -> None:
-    for part in HALVES:
-        whole, some = (validation_samples(6400, wanted, part) for wanted in (None, 50))
-        assert len(some) == 50 and set(some) <= set(whole)
-        assert some[0] == whole[0] and some[-1] > 0.9 * 6400
-
-
-def test_a_single_sample_has_no_halves() -> None:
     assert validation_samples(1, None, Validation.report).tolist() == [0]
-    with pytest.raises(ConfigError, match=r"^data\.validation=tuning: .* hold 1 samples.*use all$"):
-        validation_samples(1, None, Validation.tuning)
+    line = refusal(lambda: validation_samples(1, None, Validation.tuning))
+    assert line.startswith("data.validation=tuning: ") and " hold 1 samples" in line
 
 
 @pytest.mark.parametrize("whole", [None, 12])
@@ -322,9 +226,8 @@ def make(index: int) -> tuple[Tensor, Tensor]:
         return torch.rand(3), torch.tensor([index, os.getpid()])
 
 
-@pytest.mark.parametrize("start", [0, 5])
-def test_workers_change_nothing(start: int) -> None:
-    before = torch.get_rng_state()
+def test_workers_change_nothing() -> None:
+    before, start = torch.get_rng_state(), 5
     alone = list(islice(load(make, count(start), 0, CPU), 12))
     ahead = list(islice(load(make, count(start), 2, CPU), 12))
     assert torch.equal(torch.get_rng_state(), before)
@@ -333,31 +236,6 @@ def test_workers_change_nothing(start: int) -> None:
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(alone, ahead, strict=True))
     assert {int(tag[1]) for _, tag in alone} == {os.getpid()}
     assert len({int(tag[1]) for _, tag in ahead} - {os.getpid()}) == 2
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_fault_in_the_data_stays_one_line(workers: int) -> None:
-    def faulty(index: int) -> Tensor:
-        if index == 2:
-            raise ConfigError("data.path", "tree", "a.jpg is cut short")
-        return torch.tensor(index)
-
-    batches = load(faulty, range(5), workers, CPU)
-    assert [int(next(batches)), int(next(batches))] == [0, 1]
-    with pytest.raises(ConfigError) as caught:
-        next(batches)
-    assert str(caught.value) == "data.path=tree: a.jpg is cut short"
-
-
-def test_a_loading_process_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    def limited(_: object) -> None:
-        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(loader.DataLoader, "__iter__", limited)
-    with pytest.raises(
-        ConfigError, match=r"^data.workers=2: a loading process cannot start \(Reso"
-    ):
-        next(load(make, count(), 2, CPU))
 
 
 def test_a_loading_process_is_killed() -> None:
@@ -448,91 +326,20 @@ def test_stuck_loaders_end_with_their_worker(terminates: bool) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-class Workers:
-    """`co2.comm.collectives` for a worker. Run the ranks in order: the last has every row."""
-
-    def __init__(self, world: int) -> None:
-        self.world, self.rank, self.sum = world, 0, torch.zeros(())
-
-    def place(self) -> tuple[int, int]:
-        return self.rank, self.world
-
-    def add_up(self, rows: Tensor) -> None:
-        self.sum = self.sum + rows
-        rows.copy_(self.sum)
-        self.rank += 1
-
-
-def as_workers(monkeypatch: pytest.MonkeyPatch, world: int, run: Callable[[], object]) -> object:
-    """What `run` returns on the last of `world` workers, one after the other in this process."""
-    monkeypatch.setattr(evaluation, "collectives", Workers(world))
-    results = [run() for _ in range(world)]
-    monkeypatch.undo()
-    return results[-1]
-
-
-@pytest.mark.parametrize("world", [2, 3, 5, 8])
-def test_every_batch_counts_once(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
-    values = torch.randn(7, 2, dtype=torch.float64).exp()
-    alone = total(lambda batch: values[batch], 7)
-    assert alone == pytest.approx(values.sum(0).tolist())
-    assert as_workers(monkeypatch, world, lambda: total(lambda b: values[b], 7)) == alone
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
-def test_counts_count_once(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
-    values = torch.randn(7, 2, dtype=torch.float64)
-    counts = torch.randint(0, 9, (7, 3, 3))
-
-    class Both(Workers):
-        """Sums and counts are reduced in one order, by all ranks."""
-
-        def __init__(self, world: int) -> None:
-            super().__init__(world)
-            self.counts, self.order = torch.zeros(3, 3, dtype=torch.int64), []
-
-        def add_up(self, rows: Tensor) -> None:
-            self.order.append(rows.dtype)
-            if rows.dtype == torch.int64:
-                self.counts = self.counts + rows
-                rows.copy_(self.counts)
-                self.rank += 1
-            else:
-                self.sum = self.sum + rows
-                rows.copy_(self.sum)
-
-    workers = Both(world)
-    monkeypatch.setattr(evaluation, "collectives", workers)
-    asked: list[int] = []
-    for rank in range(world):
-        expected = share(7)
-        asked.clear()
-        sums, found = tally(lambda b: asked.append(b) or (values[b], counts[b]), 7)
-        assert asked == expected and workers.rank == rank + 1
-    monkeypatch.undo()
-    assert sums == total(lambda b: values[b], 7)
-    assert torch.equal(found, counts.sum(0))
-
-
-def test_every_worker_runs_as_many_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrapped model's forward may be collective: one idle worker would block the others."""
-    calls = []
-    as_workers(
-        monkeypatch,
-        3,
-        lambda: (
-            calls.append([])
-            or total(lambda b: calls[-1].append(b) or torch.ones(1, dtype=torch.float64), 7)
-        ),
-    )
-    assert [len(own) for own in calls] == [3, 3, 3]
-    assert [own[:2] for own in calls] == [[0, 3], [1, 4], [2, 5]]
-
-
-def test_a_broken_batch_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = torch.tensor([1.0, float("nan"), 2.0], dtype=torch.float64)
-    (result,) = as_workers(monkeypatch, 2, lambda: total(lambda b: values[b : b + 1], 3))
-    assert result != result
+@replicas(3)
+def test_sums_and_counts_of_all_workers() -> None:
+    """As of one. All run as many batches: a wrapped model's forward may be collective, and an idle
+    worker would block the others."""
+    values = torch.rand(7, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    counts, asked = torch.arange(63).view(7, 3, 3), []
+    sums, found = tally(lambda batch: asked.append(batch) or (values[batch], counts[batch]), 7)
+    assert sums == total(lambda batch: values[batch], 7) == pytest.approx(values.sum(0).tolist())
+    assert torch.equal(found, counts.sum(0)) and asked == share(7)
+    everyone = everybody(asked)
+    assert [own[:2] for own in everyone] == [[0, 3], [1, 4], [2, 5]]
+    assert [len(own) for own in everyone] == [3, 3, 3] and everyone[0][2] == 6
+    broken = torch.where(torch.arange(7) == 4, torch.nan, 1.0)
+    assert math.isnan(total(lambda batch: broken[batch].double().view(1), 7)[0]), "it shows"
 
 
 def test_modes_are_restored_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,40 +355,8 @@ def test_modes_are_restored_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.backends.cudnn.benchmark
 
 
-def test_it_learns() -> None:
-    task = toy(num_workers=1)
-    model = task.model()
-    optimizer = task.optimizer(model)
-    before = task.evaluate(model)
-    for _, batch in zip(range(150), task.batches(mesh(), 0), strict=False):
-        optimizer.zero_grad()
-        task.loss(model, batch).backward()
-        optimizer.step()
-    after = task.evaluate(model)
-    assert after["loss"] < before["loss"] / 2
-    assert after["accuracy"] > 0.8 > task.baselines()["majority_accuracy"]
-    assert model.training
-
-
 def test_it_has_no_data_to_be_given() -> None:
-    with pytest.raises(ConfigError, match=r"^data\.path=text\.txt: "):
-        toy(path="text.txt").setup(1)
-
-
-def test_the_ledger_tells_what_was_trained_on(tmp_path: Path) -> None:
-    task = toy(samples=48, batch_size=4, ledger=str(tmp_path), num_workers=3)
-    places, of = sampler(task, 48, 3), {}
-    for worker in range(3):
-        for draw, (points, *_) in zip(range(4), task.batches(mesh(worker, 3), 0), strict=False):
-            of.update(zip(places.indices(draw, worker).tolist(), points, strict=True))
-    batches = task.batches(mesh(2, 3), 3)
-    made = [next(batches) for _ in range(2)]
-    for batch in made:
-        task.loss(task.model(), batch)
-    lines = whole_lines(tmp_path / f"{os.getpid()}.jsonl")
-    assert [(draw, epoch) for draw, epoch, _ in lines] == [(3, 0), (4, 1)]
-    for (points, *_), (_, _, samples) in zip(made, lines, strict=True):
-        assert torch.equal(points, torch.stack([of[sample] for sample in samples]))
+    assert refusal(lambda: toy(path="text.txt").setup(1)).startswith("data.path=text.txt: ")
 
 
 def test_buffers_of_both_kinds() -> None:
@@ -589,9 +364,131 @@ def test_buffers_of_both_kinds() -> None:
     assert kinds == {True, False}
 
 
-def test_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    task = toy(delay_s=0.05, num_workers=1)
-    task.loss(task.model(), next(task.batches(mesh(), 0)))
-    assert slept == [0.05]
+def model() -> nn.Module:
+    layers = nn.Sequential(nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3), nn.Linear(4, 5))
+    layers[2].weight.requires_grad_(False)
+    return layers
+
+
+def test_matrices_decay_and_frozen_weights_stay_out() -> None:
+    """A group may be empty: what is named is spared, too."""
+    layers = model()
+    optimizer = make_optimizer(layers, OptimConfig(lr=0.5, weight_decay=0.1, betas=(0.8, 0.9)))
+    decayed, spared = optimizer.param_groups
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert [weight is layers[0].weight for weight in decayed["params"]] == [True]
+    rest = (layers[0].bias, layers[1].weight, layers[1].bias, layers[2].bias)
+    assert {id(weight) for weight in spared["params"]} == {id(weight) for weight in rest}
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+    for group in optimizer.param_groups:
+        assert group["lr"] == group["initial_lr"] == 0.5
+        assert group["betas"] == (0.8, 0.9)
+    none, spared = make_optimizer(layers, OptimConfig(), spared=["0.weight"]).param_groups
+    assert not none["params"] and any(w is layers[0].weight for w in spared["params"])
+
+
+def test_sgd() -> None:
+    optim = OptimConfig(name=Optimizer.sgd, lr=0.1, momentum=0.7, nesterov=True, weight_decay=0.2)
+    optimizer = make_optimizer(model(), optim)
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
+    assert all(group["momentum"] == 0.7 and group["nesterov"] for group in optimizer.param_groups)
+
+
+OPTIM = OptimConfig(name=Optimizer.muon, lr=0.02, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6)
+STEPS = range(6)
+
+
+class Words(nn.Module):
+    """An embedding tied to the output, two hidden matrices, a kernel and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 9, bias=False)
+        self.table = nn.Embedding(9, 6)
+        self.table.weight = self.out.weight
+        self.kernel = nn.Conv2d(6, 6, 1)
+        self.wide, self.narrow = nn.Linear(6, 10), nn.Linear(10, 6)
+        self.norm = nn.LayerNorm(6)
+
+
+def tied() -> Words:
+    torch.manual_seed(0)
+    return Words()
+
+
+def train(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: range = STEPS) -> None:
+    """Some steps, of a falling rate, with gradients that depend on the step alone."""
+    for step in steps:
+        torch.manual_seed(step)
+        for weight in model.parameters():
+            weight.grad = torch.randn_like(weight)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = OPTIM.lr * (1 - step / 10)
+            optimizer.step()
+
+
+def test_equals_the_two_stepped_by_hand() -> None:
+    ours, theirs = tied(), tied()
+    train(ours, make_optimizer(ours, OPTIM))
+    matrices = [theirs.wide.weight, theirs.narrow.weight]
+    muon = torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    chosen = {id(weight) for weight in matrices}
+    rest = [weight for weight in theirs.parameters() if id(weight) not in chosen]
+    groups: list[dict[str, Any]] = [
+        {"params": [w for w in rest if w.dim() > 1], "weight_decay": 0.1},
+        {"params": [w for w in rest if w.dim() == 1], "weight_decay": 0.0},
+    ]
+    train(theirs, muon, torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6))
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_goes_on_from_its_state() -> None:
+    whole, model = tied(), tied()
+    train(whole, make_optimizer(whole, OPTIM))
+    first, second = make_optimizer(model, OPTIM), make_optimizer(model, OPTIM)
+    assert isinstance(first, MuonAdamW) and isinstance(first, torch.optim.Optimizer)
+    assert {group["initial_lr"] for group in first.param_groups} == {OPTIM.lr}
+    train(model, first, steps=STEPS[:3])
+    second.load_state_dict(first.state_dict())
+    train(model, second, steps=STEPS[3:])
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
+PLACES = {"encoder.position.0.weight", "encoder.embed.first.0.weight"}
+"""Of shapenet: what reads coordinates."""
+
+
+@pytest.mark.parametrize(
+    ("task", "config", "adamw"),
+    [
+        ("gpt2", {}, {"transformer.wte.weight", "transformer.wpe.weight"}),  # wte is the head, too
+        ("roberta", {}, {f"language.roberta.embeddings.{table}.weight" for table in TABLES}),
+        ("transnormer", {}, {"embedding.weight", "layers.0.tokens.theta"}),
+        ("vit", {}, {"cls_token", "pos_embed", "patch_embed.proj.weight", "head.weight"}),
+        ("shapenet", {}, PLACES | {"position.0.weight", "head.weight"}),
+        ("shapenet", {"objective": Objective.classification}, PLACES | {"head.8.weight"}),
+        ("toy", {}, {"3.weight"}),
+    ],
+)
+def test_the_ends_of_a_model_are_adamw_s(
+    task: str, config: dict[str, Any], adamw: set[str]
+) -> None:
+    """Of the weights of two or more dimensions in its smoke model."""
+    own = built(task, optim=OPTIM, **config)
+    with torch.device("meta"):
+        model = own.model()
+        groups = own.optimizer(model).param_groups
+    muon = {id(w) for group in groups if group["muon"] for w in group["params"]}
+    names = {name: id(w) in muon for name, w in model.named_parameters() if w.dim() > 1}
+    assert any(names.values()) and {name for name in names if not names[name]} == adamw
+
+
+@pytest.mark.parametrize("name", ["resnet50", "ade20k"])
+def test_convolutions_have_no_matrix(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^optim\.name=muon: .* has no hidden matrix"):
+        built(name, optim=OPTIM).setup(2)

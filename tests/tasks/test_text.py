@@ -5,21 +5,18 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
 from co2.errors import ConfigError
 from tasks.shared.corpus import embedded_corpus, user_corpus
 from tasks.text import store as stores
-from tasks.text import text as texts
-from tasks.text.store import PARTS, Store, open_store
+from tasks.text.store import PARTS, open_store
 from tasks.text.text import (
     Window,
-    encoded,
-    learn_tokenizer,
     num_windows,
     pieces,
     prepared,
@@ -27,7 +24,7 @@ from tasks.text.text import (
     unigram_entropy,
     windows,
 )
-from tests.tasks.build import gpt2
+from tests.tasks.build import documents, gpt2, refusal
 from tests.tasks.conftest import story
 
 
@@ -46,42 +43,20 @@ def test_embedded_files_are_split_into_disjoint_parts() -> None:
 
 
 def test_folder_is_read_in_sorted_order_without_hidden_and_empty_files(tmp_path: Path) -> None:
+    """Of few files the end of each validates, of many some files, and nothing is lost."""
     for name in ("b.txt", "a/z.txt", "a/y.md", ".git/config", ".hidden"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name * 40)
     (tmp_path / "empty.txt").touch()
     corpus = user_corpus(str(tmp_path))
     assert corpus.files == ("a/y.md", "a/z.txt", "b.txt")
-    # Few files: the end of each validates, and nothing is lost.
     train, val = (list(corpus.documents(part)) for part in ("train", "val"))
     assert [a + b for a, b in zip(train, val, strict=True)] == [n * 40 for n in corpus.files]
     assert all(0.94 < len(a) / len(a + b) < 0.97 for a, b in zip(train, val, strict=True))
-
-
-def test_many_files_are_split_as_wholes(tmp_path: Path) -> None:
-    texts = {f"{number:02}.txt": f"text {number}" for number in range(60)}
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
-    corpus = user_corpus(str(tmp_path))
-    train, val = (set(corpus.documents(part)) for part in ("train", "val"))
-    assert len(val) == 3 and not train & val and train | val == set(texts.values())
-
-
-def test_sha256_sees_names_contents_and_borders(tmp_path: Path) -> None:
-    def digest(**files: str) -> str:
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        folder.mkdir()
-        for name, text in files.items():
-            (folder / name).write_text(text)
-        return user_corpus(str(folder)).sha256
-
-    base = digest(a="one", b="two")
-    assert digest(a="one", b="two") == base
-    assert base not in {
-        digest(a="one", b="twx"),
-        digest(a="one", c="two"),
-        digest(a="onet", b="wo"),
-    }
+    for number in range(57):
+        (tmp_path / f"{number:02}.txt").write_text(f"text {number}")
+    train, val = (set(user_corpus(str(tmp_path)).documents(part)) for part in ("train", "val"))
+    assert len(val) == 3 and not train & val and len(train | val) == 60
 
 
 PICTURE = b"\x89PNG\r\n\x1a\n\xff\xff" * 50
@@ -92,7 +67,6 @@ PICTURE = b"\x89PNG\r\n\x1a\n\xff\xff" * 50
     [
         ("nowhere", {}, "no such file or folder"),
         ("text.txt", {"text.txt": b""}, "the file is empty"),
-        (".", {}, "the folder holds no text"),
         (".", {"text.txt": b""}, "the folder holds no text"),
         ("text.txt", {"text.txt": b" \n\t" * 5000}, "holds no text"),
         ("text.txt", {"text.txt": b"text\0text" * 500}, "NUL byte at 4"),
@@ -113,17 +87,9 @@ def test_bad_data_are_refused_in_one_line_before_anything_is_written(
     if name == "pipe":
         os.mkfifo(folder / name)
     path = folder / name
-    with pytest.raises(ConfigError) as caught:
-        gpt2(root, path, context=64, vocab_size=300).setup(1)
-    line = str(caught.value)
-    assert caught.value.key == "data.path"
-    assert line.startswith(f"data.path={path}: ") and says in line and "\n" not in line
+    line = refusal(lambda: gpt2(root, path, context=64, vocab_size=300).setup(1))
+    assert line.startswith(f"data.path={path}: ") and says in line
     assert not root.exists()
-
-
-def test_an_empty_path_is_not_the_current_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^data\.path=: must be a file or a folder, or null"):
-        user_corpus("")
 
 
 def of(context: int) -> Window:
@@ -131,19 +97,10 @@ def of(context: int) -> Window:
     return Window("gpt2.context", context, context + 1)
 
 
-def documents(store: Store, part: str) -> list[str]:
-    """What the tokens say: cut at the separator, decoded with the store's own tokenizer."""
-    tokenizer = Tokenizer.from_file(str(store.folder / "tokenizer.json"))
-    tokens = np.asarray(store.tokens(part))
-    ends = np.flatnonzero(tokens == store.meta["separator"])
-    assert ends[-1] == len(tokens) - 1
-    starts = [0, *(ends + 1)]
-    spans = zip(starts, ends, strict=False)
-    return [tokenizer.decode(tokens[start:end].tolist()) for start, end in spans]
-
-
 def test_tokens_decode_to_the_text(tmp_path: Path) -> None:
-    given = {f"{n}.txt": story(500, seed=n) + "<|endoftext|>\r\n\t end" for n in range(25)}
+    """And have its bytes: those of non-ASCII letters, too; separators count only where a text
+    spells them out."""
+    given = {f"{n}.txt": story(500, seed=n) + "<|endoftext|>\r\n\t Ω" for n in range(25)}
     folder = tmp_path / "given"
     folder.mkdir()
     for name, text in given.items():
@@ -155,61 +112,36 @@ def test_tokens_decode_to_the_text(tmp_path: Path) -> None:
         assert documents(store, part) == [given[name] for name in names]
         assert store.meta["parts"][part]["documents"] == len(names)
     assert store.meta["num_files"] == 25 and store.meta["sha256"] == corpus.sha256
-
-
-def test_the_bytes_of_tokens_are_those_of_the_text(tmp_path: Path) -> None:
-    """Those of non-ASCII letters, too; separators count only where a text spells them out."""
-    given = [story(300, seed=n) + "<|endoftext|> Ω" for n in range(25)]
-    folder = tmp_path / "given"
-    folder.mkdir()
-    for n, text in enumerate(given):
-        (folder / f"{n}.txt").write_bytes(text.encode())
-    store = prepared(user_corpus(str(folder)), 300, of(16), tmp_path / "root")
     lengths = token_bytes(store)
     assert lengths is not None and lengths[store.meta["separator"]] == 0
     whole = sum(int(lengths[store.tokens(part)].sum()) for part in PARTS)
-    assert whole == sum(len(text.encode()) for text in given)
-    bare = stores.create(tmp_path / "s", {part: [np.array([1])] for part in PARTS}, 257, 0, {})
+    assert whole == sum(len(text.encode()) for text in given.values())
+    bare = stores.create(
+        tmp_path / "s", {part: [np.array([70_000])] for part in PARTS}, 70001, 0, {}
+    )
     assert token_bytes(bare) is None
+    assert bare.tokens("val").tolist() == [70_000], "a large vocabulary takes four bytes"
 
 
-def test_long_texts_are_cut_without_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_are_cut_without_loss() -> None:
     text = story(400) + "x" * 300
     cut = list(pieces(text, 64))
     assert "".join(cut) == text and max(map(len, cut)) <= 64 and len(cut) > 30
     assert all(piece.endswith("\n") for piece in cut[:10])
-    monkeypatch.setattr(texts, "_PIECE", 64)
-    monkeypatch.setattr(pieces, "__defaults__", (64,))
-    tokenizer = learn_tokenizer([text], 300)
-    tokens = np.concatenate(list(encoded([text, "next"], tokenizer, np.uint16)))
-    end = tokenizer.token_to_id("<|endoftext|>")
-    (first, last) = np.flatnonzero(tokens == end)
-    assert tokenizer.decode(tokens[:first].tolist()) == text
-    assert tokenizer.decode(tokens[first + 1 : last].tolist()) == "next"
-
-
-def test_the_tokenizer_is_deterministic_and_no_larger_than_asked() -> None:
-    first, again = (learn_tokenizer([story(5000)], 320) for _ in range(2))
-    assert first.to_str() == again.to_str()
-    assert 257 < first.get_vocab_size() <= 320
 
 
 def test_windows_predict_every_token_but_the_first_once() -> None:
+    """Without overlap they hold every token once."""
     tokens = np.arange(100, 123, dtype=np.uint16)
     count = num_windows(len(tokens), 5)
     found = windows(tokens, np.arange(count), 5)
     assert count == 4 and found.shape == (4, 6) and found.dtype.is_signed
     assert found[:, 1:].flatten().tolist() == list(range(101, 121))
     assert found[:, :-1].flatten().tolist() == list(range(100, 120))
-    assert num_windows(6, 5) == 1 and num_windows(5, 5) == 0
-
-
-def test_windows_without_overlap_hold_every_token_once() -> None:
-    tokens = np.arange(100, 120, dtype=np.uint16)
-    count = num_windows(len(tokens), 5, overlap=0)
-    found = windows(tokens, np.arange(count), 5, overlap=0)
-    assert found.flatten().tolist() == list(range(100, 120))
-    assert num_windows(19, 5, overlap=0) == 3
+    apart = windows(tokens, np.arange(4), 5, overlap=0)
+    assert apart.flatten().tolist() == list(range(100, 120))
+    assert [num_windows(length, 5) for length in (5, 6)] == [0, 1]
+    assert [num_windows(length, 5, overlap=0) for length in (19, 20)] == [3, 4]
 
 
 def test_unigram_entropy() -> None:
@@ -219,68 +151,48 @@ def test_unigram_entropy() -> None:
     assert unigram_entropy(np.array([9, 9, 9, 2], np.uint16)) == pytest.approx(three_to_one)
 
 
-def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
-    parts = {part: [np.array([65535, 70000, 1], np.uint32)] for part in PARTS}
-    store = stores.create(tmp_path / "s", parts, 70001, 1, {})
-    assert store.tokens("val").tolist() == [65535, 70000, 1]
-    assert stores.token_dtype(65535) is np.uint16
+def changed_meta(change: Callable[[str], str]) -> Callable[[Path], object]:
+    return lambda folder: (folder / "meta.json").write_text(
+        change((folder / "meta.json").read_text())
+    )
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Bytes and time of change of each file."""
+    found = sorted(folder.iterdir())
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
 
 
-def cut_short(folder: Path) -> None:
-    with (folder / "train.bin").open("r+b") as file:
-        file.truncate(1000)
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut short": lambda folder: os.truncate(folder / "train.bin", 1000),
+    "half a meta.json": changed_meta(lambda text: text[: len(text) // 2]),
+    "an old format": changed_meta(lambda text: json.dumps({**json.loads(text), "format": 0})),
+    "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
+    "no validation": lambda folder: (folder / "val.bin").unlink(),
+}
 
 
-def half_a_meta(folder: Path) -> None:
-    text = (folder / "meta.json").read_text()
-    (folder / "meta.json").write_text(text[: len(text) // 2])
-
-
-def old_format(folder: Path) -> None:
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps({**meta, "format": 0}))
-
-
-def no_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-
-
-def no_validation(folder: Path) -> None:
-    (folder / "val.bin").unlink()
-
-
-@pytest.mark.parametrize(
-    "damage", [cut_short, half_a_meta, old_format, no_tokenizer, no_validation]
-)
-def test_a_damaged_cache_is_made_again(tmp_path: Path, text_file: Path, damage) -> None:
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_cache_is_made_again(tmp_path: Path, text_file: Path, damage: str) -> None:
+    """And a sound one is only opened."""
     corpus = user_corpus(str(text_file))
     folder = prepared(corpus, 300, of(16), tmp_path).folder
     sound = contents(folder)
-    damage(folder)
-    assert open_store(folder) is None
     assert prepared(corpus, 300, of(16), tmp_path).folder == folder
     assert contents(folder) == sound
+    DAMAGE[damage](folder)
+    assert open_store(folder) is None
+    assert prepared(corpus, 300, of(16), tmp_path).folder == folder
+    assert {name: data for name, (data, _) in contents(folder).items()} == {
+        name: data for name, (data, _) in sound.items()
+    }
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-
-
-def test_a_sound_cache_is_only_opened(
-    tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    corpus = user_corpus(str(text_file))
-    folder = prepared(corpus, 300, of(16), tmp_path).folder
-    monkeypatch.setattr(texts, "learn_tokenizer", None)
-    monkeypatch.setattr(texts, "create", None)
-    monkeypatch.setattr(type(corpus), "text", None)
-    assert prepared(user_corpus(str(text_file)), 300, of(16), tmp_path).folder == folder
     with pytest.raises(ConfigError, match=r"gpt2\.context=100000 needs 100001"):
-        prepared(user_corpus(str(text_file)), 300, of(100_000), tmp_path)
+        prepared(corpus, 300, of(100_000), tmp_path)
 
 
 def test_other_text_and_other_vocabulary_have_caches_of_their_own(tmp_path: Path) -> None:
+    """So have other names and other borders of files."""
     path = tmp_path / "a.txt"
     path.write_text(story(3000))
     folders = {
@@ -289,10 +201,20 @@ def test_other_text_and_other_vocabulary_have_caches_of_their_own(tmp_path: Path
     path.write_text(story(3000, seed=1))
     folders.add(prepared(user_corpus(str(path)), 300, of(16), tmp_path).folder)
     assert len(folders) == 3
+    sums = set()
+    for number, files in enumerate(
+        ({"a": "one", "b": "two"}, {"a": "one", "c": "two"}, {"a": "onet", "b": "wo"})
+    ):
+        (tmp_path / str(number)).mkdir()
+        for name, text in files.items():
+            (tmp_path / str(number) / name).write_text(text)
+        sums.add(user_corpus(str(tmp_path / str(number))).sha256)
+    assert len(sums) == 3
 
 
 def test_a_second_writer_leaves_the_first_one_s_store(tmp_path: Path) -> None:
-    """Two machines on one file system: the lock does not reach, the rename decides."""
+    """Two machines on one file system: the lock does not reach, the rename decides. What is not
+    ours is not replaced either."""
 
     def parts(value: int) -> dict:
         return {part: [np.full(5, value)] for part in PARTS}
@@ -300,15 +222,12 @@ def test_a_second_writer_leaves_the_first_one_s_store(tmp_path: Path) -> None:
     stores.create(tmp_path / "s", parts(1), 300, 0, {})
     kept = stores.create(tmp_path / "s", parts(2), 300, 0, {})
     assert kept.tokens("train").tolist() == [1] * 5
-    assert [path.name for path in tmp_path.iterdir()] == ["s"]
-
-
-def test_what_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "s").mkdir()
-    (tmp_path / "s" / "thesis.tex").write_text("years of work")
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "thesis.tex").write_text("years of work")
     with pytest.raises(FileExistsError):
-        stores.create(tmp_path / "s", {part: [np.ones(5)] for part in PARTS}, 300, 0, {})
-    assert (tmp_path / "s" / "thesis.tex").read_text() == "years of work"
+        stores.create(tmp_path / "t", parts(1), 300, 0, {})
+    assert (tmp_path / "t" / "thesis.tex").read_text() == "years of work"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s", "t"]
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
@@ -319,16 +238,6 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="ends here"):
         stores.create(tmp_path / "s", {"train": breaks(), "val": []}, 300, 0, {})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_root_that_cannot_be_written_is_refused_before_the_work(
-    tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(texts, "learn_tokenizer", lambda *_: pytest.fail("it was encoded first"))
-    (tmp_path / "root").write_text("a file")
-    with pytest.raises(ConfigError, match=r"^data\.root=.*cannot write") as caught:
-        prepared(user_corpus(str(text_file)), 300, of(16), tmp_path / "root")
-    assert "\n" not in str(caught.value)
 
 
 PREPARE = """
