@@ -281,6 +281,16 @@ def reached(log: Path) -> dict[int, list[str]]:
     }
 
 
+def at_import(mutant: Mutant) -> bool:
+    """Whether its place is outside of all functions. The probes see it reached in the first test of
+    each process that imports the file, which says nothing."""
+    source = (ROOT / mutant.path).read_bytes()
+    starts = _starts(source)
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    spans = (_span(node, starts) for node in ast.walk(ast.parse(source)) if isinstance(node, kinds))
+    return not any(begin <= mutant.start < end for begin, end in spans)
+
+
 def judge(mutant: Mutant, tests: list[str], tree: Path) -> tuple[str, str]:
     """(outcome, first test that fails) of the fault in a copy of the commit: of the tests that
     reach it, then of their whole files, since what is computed once is reached in one test only."""
@@ -398,6 +408,8 @@ def run(mutants: list[Mutant], most: int | None, jobs: int) -> None:
                 folders = [ROOMS[room] for room in ROOMS if mutant.path.startswith(room)]
                 folders += [folder for folder in logs if folder not in folders]
                 tests = [test for folder in folders for test in tests_of[folder].get(number, [])]
+                if at_import(mutant):
+                    tests = folders[:1]
                 wanted.append((mutant, tests))
         for future in [pool.submit(one, *each) for each in wanted[:most]]:
             future.result()
