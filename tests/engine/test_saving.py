@@ -1,16 +1,20 @@
-"""When a run saves by the clock: workers with clocks of their own save after the same steps."""
+"""When a run saves by the clock, whose workers have clocks of their own; and who tells
+whom that it has saved."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 
+from co2 import Mesh
 from co2.config import CheckpointConfig
 from co2.train import saving
+from co2.train.checkpoint import Checkpoints, Written
 from co2.train.saving import Look, SaveTimes
 from tests.cli.harness import assert_same_run, metrics, pooled, saved_steps
-from tests.workers import Pool
+from tests.workers import Pool, replicas
 
 
 class Clock:
@@ -119,3 +123,18 @@ def test_in_a_run(workers: Pool, tmp_path: Path) -> None:
     assert saved_steps(plain.folder) == []
     assert metrics(run.folder)[-1]["step"] == 24
     assert_same_run(run.folder, plain.folder)
+
+
+@replicas(2)
+def test_where_nobody_can_tell_that_it_has_written(rank: int, tmp_path: Path) -> None:
+    """On a disk that has room for the state alone, who waits for the checkpoint tells it."""
+    mesh = Mesh.world()
+    saved = Checkpoints(tmp_path, mesh, mesh.control_group(), 2, print)
+    with patch.object(Written, "notify", side_effect=OSError(28, "No space left on device")):
+        saved.start(3, {"method": {"x": torch.full((2,), rank)}})
+        assert saved.finish() == 3
+    saved.close()
+    found = Checkpoints(tmp_path, mesh, mesh.control_group(), 2, print)
+    step, state = found.load()
+    found.close()
+    assert step == 3 and state["method"]["x"].tolist() == [rank, rank]

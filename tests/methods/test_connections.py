@@ -14,6 +14,7 @@ import torch.distributed as dist
 import co2
 from co2.comm import mesh
 from co2.comm.background_mean import BackgroundMean
+from co2.comm.collectives import place
 from co2.errors import ConfigError
 from co2.start.processes import allow_files
 from tests.cli.harness import configured
@@ -98,3 +99,9 @@ def test_a_mean_asks_for_it() -> None:
 def test_elastic_runs_make_other_groups(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^comm\.max_ctas=2: elastic runs have none; use null"):
         configured("comm.max_ctas=2", "launch.elastic=true", runs=tmp_path)
+
+
+@replicas(3)
+def test_an_evaluation_is_shared(rank: int, world: int) -> None:
+    """Else all workers would evaluate everything, with the same result."""
+    assert place() == (rank, world)
