@@ -22,21 +22,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROUNDS = ("tau=3",)
+WITH_ROUNDS = (
+    *("local_sgd", "slowmo", "diloco", "overlap_local_sgd", "cocod_sgd", "streaming_diloco"),
+    *("eager_diloco", "sparseloco", "noloco", "co2", "co2_keep", "co2_released"),
+)
 OWN: dict[str, tuple[str, ...]] = {
     "allreduce": (),
-    "local_sgd": ROUNDS,
-    "slowmo": ROUNDS,
-    "diloco": ROUNDS,
-    "overlap_local_sgd": ROUNDS,
-    "cocod_sgd": ROUNDS,
-    "streaming_diloco": ROUNDS,
-    "eager_diloco": ROUNDS,
-    "sparseloco": ROUNDS,
-    "noloco": ROUNDS,
-    "co2": ROUNDS,
-    "co2_keep": ROUNDS,
-    "co2_released": ROUNDS,
+    **dict.fromkeys(WITH_ROUNDS, ("tau=3",)),
     "acco": (),
     "sparta": (),
     "desloc": ("tau=3", "first_moment_every=4", "second_moment_every=5"),
@@ -51,66 +43,28 @@ LENGTH = {"toy": 40, "gpt2": 20}
 """Steps of the two tasks that are trained under every method."""
 SMALL = {
     "toy": (),
-    "gpt2": ("gpt2.context=32", "train.batch_size=2", "gpt2.eval_samples=8"),
-    "moe": ("moe.context=32", "train.batch_size=2", "moe.eval_samples=8"),
-    "transnormer": ("transnormer.context=32", "train.batch_size=2", "transnormer.eval_samples=8"),
-    "roberta": ("roberta.context=32", "train.batch_size=2", "roberta.eval_samples=8"),
+    **{
+        task: (f"{task}.context=32", "train.batch_size=2", f"{task}.eval_samples=8")
+        for task in ("gpt2", "moe", "transnormer", "roberta")
+    },
     "glue": ("glue.name=adjoin", "train.batch_size=2", "glue.eval_samples=8"),
     "resnet50": ("train.batch_size=8",),
     "vit": ("train.batch_size=8",),
     "ade20k": ("train.batch_size=2",),
     "shapenet": ("train.batch_size=4",),
 }
+CO2 = ("method=co2", "co2.tau=3")
 MORE = (
-    (
-        "toy",
-        2,
-        ("method=co2", "co2.tau=3", "co2.shard=true"),
-    ),
-    (
-        "toy",
-        3,
-        (
-            "method=co2",
-            "co2.tau=3",
-            "co2.shard=true",
-            "co2.clip=0.01",
-        ),
-    ),
-    ("toy", 2, ("method=co2", "co2.tau=3", "co2.clip=0.01", "comm.dtype=bf16")),
-    (
-        "toy",
-        2,
-        ("method=co2", "co2.tau=3", "co2.gap_penalty=gap_aware_elementwise"),
-    ),
-    (
-        "toy",
-        2,
-        ("method=co2", "co2.tau=3", "co2.clip=0.1", "co2.clip_mode=norm"),
-    ),
+    ("toy", 2, (*CO2, "co2.shard=true")),
+    ("toy", 3, (*CO2, "co2.shard=true", "co2.clip=0.01")),
+    ("toy", 2, (*CO2, "co2.clip=0.01", "comm.dtype=bf16")),
+    ("toy", 2, (*CO2, "co2.gap_penalty=gap_aware_elementwise")),
+    ("toy", 2, (*CO2, "co2.clip=0.1", "co2.clip_mode=norm")),
     ("toy", 2, ("method=allreduce", "comm.dtype=bf16", "train.accumulate=2")),
     ("toy", 2, ("method=co2_keep", "co2_keep.tau=6", "co2_keep.delay=2")),
     ("toy", 2, ("method=streaming_diloco", "streaming_diloco.exchange=int8")),
-    (
-        "toy",
-        4,
-        (
-            "method=co2",
-            "co2.tau=3",
-            "mesh.replica_size=2",
-            "mesh.strategy=zero1",
-        ),
-    ),
-    (
-        "toy",
-        4,
-        (
-            "method=co2",
-            "co2.tau=3",
-            "mesh.replica_size=2",
-            "mesh.strategy=zero3",
-        ),
-    ),
+    ("toy", 4, (*CO2, "mesh.replica_size=2", "mesh.strategy=zero1")),
+    ("toy", 4, (*CO2, "mesh.replica_size=2", "mesh.strategy=zero3")),
 )
 """Task, workers and overrides of options that the plain cases leave out."""
 

@@ -49,7 +49,7 @@ ELSEWHERE = {"method=easgd": "tests/docs/test_add_pages.py"}
 ASKS = ("--help", "--cfg", "--info")
 """Options of train.py which Hydra answers itself, whatever else is given."""
 NO_ARGUMENTS = ("examples/own_loop.py",)
-"""Scripts; tests/engine/test_example.py and tests/integrations/test_examples.py run them."""
+"""Scripts; tests/engine/test_replicas.py and tests/integrations/test_examples.py run them."""
 
 
 class NotInstalled(Exception):

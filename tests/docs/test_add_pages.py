@@ -23,7 +23,7 @@ METHOD_PAGE, TASK_PAGE = (
 )
 TESTED = ("tests/cli", "tests/engine", "tests/methods", "tests/recipes")
 CHOSEN = (
-    "easgd or (sine and not cosine) or forgotten or has_one or has_settings or has_a_space "
+    "easgd or (sine and not cosine) or has_one or has_settings or has_a_space "
     "or has_the_default or left_out or elastic_runs_refuse or pictures"
 )
 """Names of tests: of the new method and task, or of a comparison with all there are."""

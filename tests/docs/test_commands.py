@@ -1,12 +1,16 @@
-"""Every command of README.md and docs/ is one that its program takes; every link leads somewhere.
+"""Every command of README.md and docs/ is one that its program takes; every link leads somewhere;
+hooks, workflow and citation agree with what they name.
 
 The commands are parsed, composed and checked, as tests/docs/commands.py says, and not run.
 """
 
 import ast
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,11 +20,9 @@ import yaml
 from torch import nn
 
 import co2
-import train
 from co2.errors import ConfigError
 from co2.record import timeline
-from co2.record.folder import read_summary
-from tests.cli.harness import ROOT, configured, pooled
+from tests.cli.harness import ROOT, pooled
 from tests.docs import pages
 from tests.docs.commands import PROGRAMS, NotInstalled, check
 from tests.docs.pages import PAGES
@@ -31,7 +33,6 @@ SHOWN = {line: page.name for page in PAGES for line in pages.commands(page.read_
 """Every command, and a page that has it."""
 ACTIVATE = "source .venv/bin/activate"
 TINY = ("train.steps=30", "train.batch_size=1", "gpt2.eval_samples=2", "gpt2.vocab_size=300")
-by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 @pytest.fixture(autouse=True)
@@ -92,13 +93,9 @@ unknown --program
         "make nothing",
         "make train ARGS=co2.tua=24",
         "pip install -e '.[nothing]'",
-        "pip install co2-suite",
         "co2 trian task=gpt2",
-        "co2 train task=gpt2 co2.tua=3",
         "co2 sample --token 3",
-        "python -m co2 exprot RUN FOLDER",
         "python -m co2 export RUN",
-        "python nothing.py",
         "python examples/own_loop.py co2.tau=3",
         "python train.py task=gpt2 co2.tua=3",
         "python train.py task=gpt2 co2.tau=1,3",
@@ -106,12 +103,10 @@ unknown --program
         "python -m co2.lab --mbit fast",
         "python -m co2.lab --mbit 20 co2.tua=3",
         "python -m co2.simulate --model nothing",
-        "python -m co2.record.timeline",
         "python -m benchmarks.memory --nothing",
         "python -m http.server",
         "python -m recipes run nothing",
         "python -m recipes tune gpt2 nothing",
-        "python -m tasks.prepare nothing",
         "sbatch slurm/train.sbatch task=nothing",
         "sbatch --array=0-4 slurm/sweep.sbatch task=gpt2 co2.tau=1,3",
         "torchrun --nproc-per-node 3 train.py mesh.replica_size=2",
@@ -122,7 +117,7 @@ def test_a_wrong_command_is_found(command: str) -> None:
         check(command)
 
 
-@by_page
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_is_that_of_the_environment(page: Path) -> None:
     """A plain `python` is, where the page has activated it before; sudo takes another anyway."""
     if page.name == "CHANGELOG.md":  # what earlier versions had
@@ -182,37 +177,64 @@ def test_the_loop_of_the_readme() -> None:
     assert model.weight.norm() < 0.5 * before.norm()
 
 
-@pytest.fixture
-def my_texts(tmp_path: Path) -> Path:
-    """A folder of texts to train on: these pages."""
+def test_a_timeline_of_two_runs(workers: Pool, root: Path, tmp_path: Path) -> None:
+    """The pages' own command draws what their own commands have traced, of these pages' text."""
     (tmp_path / "my_texts").mkdir()
     for page in PAGES:
         shutil.copy(page, tmp_path / "my_texts" / f"{page.stem}.txt")
-    return tmp_path / "my_texts"
-
-
-@pytest.mark.usefixtures("my_texts")
-def test_ones_own_text(root: Path, tmp_path: Path) -> None:
-    (command,) = (line for line in SHOWN if "data.path=my_texts/" in line)
-    tiny = (*TINY, "launch.workers=1", f"data.root={root}")
-    config = configured(*overrides(command), *tiny, runs=tmp_path / "runs")
-    train.APP.work(config)
-    assert read_summary(config)
-
-
-def test_a_timeline_of_two_runs(workers: Pool, root: Path, my_texts: Path, tmp_path: Path) -> None:
-    """The pages' own command draws what their own commands have traced."""
-    data = (f"data.root={root}", f"data.path={my_texts}")
-    for command in (line for line in SHOWN if "train.py" in line and "trace=true" in line):
-        words = (*overrides(command), *TINY, *data, "tag=default")
-        assert pooled(workers, 2, *words, runs=tmp_path / "results" / "runs").status == 0
+    traced = nonempty(line for line in SHOWN if "train.py" in line and "trace=true" in line)
+    for command in traced:
+        _, _, given = command.partition("train.py ")
+        data = (f"data.root={root}", f"data.path={tmp_path / 'my_texts'}", "tag=default")
+        runs = tmp_path / "results" / "runs"
+        assert pooled(workers, 2, *shlex.split(given), *TINY, *data, runs=runs).status == 0
     (command,) = (line for line in SHOWN if "co2.record.timeline results/" in line)
     assert timeline.main(shlex.split(command)[3:]) == 0
     (picture,) = Path("results/runs").rglob("timeline.png")  # where git does not see it
     assert picture.stat().st_size > 10_000
 
 
-def overrides(command: str) -> list[str]:
-    """Of a command line of train.py."""
-    words = shlex.split(command)
-    return words[words.index("train.py") + 1 :]
+def planned(*arguments: str) -> list[str]:
+    """The lines that `make` would run."""
+    words = ["make", "--dry-run", "--no-print-directory", *arguments]
+    env = {key: value for key, value in os.environ.items() if not re.search("MAKE|^ARGS$", key)}
+    ended = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    return ended.stdout.splitlines()
+
+
+def checks() -> set[str]:
+    """What `make check` runs, without the arguments that say where and how."""
+    found = (line.removesuffix(" .").removesuffix(" --check") for line in planned("check"))
+    return {line for line in found if line.startswith(".venv/bin/") and "python" not in line}
+
+
+def test_a_table_is_collected_and_rendered_unless_its_run_is_dry() -> None:
+    run = ".venv/bin/python -m recipes run table2"
+    assert planned("table2", "ARGS=--seeds 0 --dry-run")[-1] == f"{run} --seeds 0 --dry-run"
+    *_, first, last = planned("table2", "ARGS=--seeds 0")
+    assert first.startswith(f"{run} --seeds 0;")
+    assert "recipes collect table2" in last and "recipes render table2" in last
+
+
+def test_hooks_are_make_check() -> None:
+    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repo["repo"] == "local" and checks()
+    found = {hook["entry"].removesuffix(" --force-exclude") for hook in repo["hooks"]}
+    assert found == checks()
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_newest_version_is_cited_and_told() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    newest, *_ = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert str(cited["version"]) == PROJECT["version"]
+    assert newest in ("Unreleased", PROJECT["version"])
+
+
+def test_the_workflow_has_every_python() -> None:
+    job = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["ci"]
+    named = re.findall(r":: Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
+    assert job["strategy"]["matrix"]["python"] == nonempty(named)
+    assert PROJECT["requires-python"] == f">={named[0]}"

@@ -4,7 +4,6 @@ One test with real processes for each kind of fault is in tests/cli/test_elastic
 one of those who took part, in test_members.py.
 """
 
-import itertools
 import random
 import re
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from co2.elastic.heartbeat import Heartbeat, Sign, add_to, announce_gone, key
 from co2.elastic.members import Expelled, MemberLost, Members, StoreLost, ThreadFailed, Unreachable
 from tests.engine.virtual import VirtualStore, World, virtual
-from tests.grids import grid
 
 SILENT_S = 10.0
 WATCHERS = 8
@@ -455,11 +453,7 @@ class TestHeartbeat:
         return found, over
 
     @pytest.mark.parametrize(
-        ("number", "round_trip_s"),
-        grid(
-            itertools.product((8, 64, 512), (0.005, 0.05, 0.2)),
-            lambda case: case[0] < 512 or case[1] == 0.2,
-        ),
+        ("number", "round_trip_s"), [(8, 0.005), (8, 0.2), (64, 0.05), (512, 0.2)]
     )
     def test_one_that_hangs_is_found(self, number: int, round_trip_s: float) -> None:
         """By all that watch it, once it has been silent for `silent_s`, and not much later."""
@@ -493,24 +487,6 @@ class TestHeartbeat:
                 world.run(lambda _: world.pause(SILENT_S), first=number)
                 calls.append(store.calls - before)
         assert calls[0] == pytest.approx(calls[1], rel=0.1) and calls[0] > 50
-
-    def test_who_is_not_watched_any_more_is_not_silent(self, world: World) -> None:
-        """The members may change while the thread looks at one after the other."""
-        (first, _), _ = self.beating(world, 2)
-        assert not first.silence(7)
-
-    def test_who_has_gone_before_anybody_watched_is_gone(self, world: World) -> None:
-        """A process that was killed as it asked to join."""
-        (first, _), _ = self.beating(world, 2)
-
-        def look(_: int) -> None:
-            store: Any = VirtualStore(world)
-            announce_gone(store, 7)
-            world.pause(1.0)
-            first.watch([0, 1, 7])
-
-        world.run(look, first=3)
-        assert first.silence(7) == "gone" and not first.silence(1)
 
     def test_time_without_looks_is_no_silence(self) -> None:
         """Whoever was stopped itself, or looks rarely, needs several to call another silent."""

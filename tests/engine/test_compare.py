@@ -1,13 +1,19 @@
-"""Two runs side by side: equal bit for bit, or the first step that differs and by how much."""
+"""Several runs side by side: equal bit for bit, or the first step that differs and by how much; and
+their metrics as CSV, or drawn."""
 
+import csv
+import io
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
+from PIL import Image
 
-from co2.record import compare
+from co2.record import compare, curves
 from tests.cli.harness import metrics, pooled
 from tests.workers import Pool
 
@@ -31,17 +37,23 @@ def told(capsys: pytest.CaptureFixture[str], status: int, *words: object) -> lis
     return (found.err if status == 2 else found.out).splitlines()
 
 
-def test_real_runs(workers: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("method=co2", "train.steps=24", "train.eval_every=12", "log.every=2")
-    one, same, other = (
-        pooled(workers, 2, *words, f"co2.tau={tau}", runs=tmp_path / name).folder
-        for name, tau in (("one", 3), ("same", 3), ("other", 4))
-    )
+@pytest.fixture(scope="module")
+def three(workers: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Runs of τ = 3, again 3, and 4."""
+    words = ("method=co2", "train.steps=24", "train.eval_every=12", "log.every=2", "tag=one")
+    folder = tmp_path_factory.mktemp("runs")
+    return [
+        pooled(workers, 2, *words, f"co2.tau={tau}", runs=folder / name).folder
+        for name, tau in (("3", 3), ("same", 3), ("4", 4))
+    ]
+
+
+def test_real_runs(three: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    one, same, other = three
     lines = told(capsys, 0, one, same)
     assert lines[:2] == [f"A: {one}", f"B: {same}"]
     assert lines.count("Equal at all 12 common steps, bit for bit.") == 1
     assert lines.count("Equal at all 2 common steps, bit for bit.") == 1
-    assert any(line.startswith("All ") and line.endswith(" are the same.") for line in lines)
     final = json.loads((one / "summary.json").read_text())["final"]["loss"]
     assert f"| final.loss | {final:.6g} | {final:.6g} | = |" in lines
 
@@ -108,11 +120,8 @@ def test_a_long_run_is_shown_in_part(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
-        ("config.yaml", "[1", "it holds no settings"),
         ("config.yaml", "- 1\n", "it holds no settings"),
-        ("metrics.jsonl", "{\n", "Expecting property name"),
         ("metrics.jsonl", '{"kind": "train", "loss": 1}\n', "'step'"),
-        ("summary.json", "[]", "is damaged ("),
         ("summary.json", "{}", "'memory'"),
     ],
 )
@@ -126,4 +135,97 @@ def test_a_damaged_file_is_one_line(
     assert line.startswith(f"error: RUN={run}: {name} is damaged (") and why in line
     (run / "metrics.jsonl").unlink()
     (line,) = told(capsys, 2, run, sound)
-    assert line.startswith(f"error: RUN={run}: has no metrics.jsonl; give the folder of a run")
+    assert line.startswith(f"error: RUN={run}: has no metrics.jsonl")
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[Path]:
+    for name in ("co2", "slowmo"):
+        (tmp_path / name).mkdir()
+    return [
+        write(tmp_path / "co2" / "seed0", {10: 2.5, 20: None, 30: 1.5}),
+        write(tmp_path / "slowmo" / "seed0", {10: 2.25, 30: 1.0}),
+    ]
+
+
+def fields(capsys: pytest.CaptureFixture[str], *words: object) -> list[list[str]]:
+    """The fields of what is printed."""
+    assert curves.main([str(word) for word in words]) == 0
+    return list(csv.reader(io.StringIO(capsys.readouterr().out)))
+
+
+def test_two_runs(two: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """A loss that was not finite and a step that a run has not recorded are empty."""
+    assert fields(capsys, *two) == [
+        ["step", "co2 train/loss", "slowmo train/loss"],
+        ["10", "2.5", "2.25"],
+        ["20", "", ""],
+        ["30", "1.5", "1.0"],
+    ]
+
+
+def test_curves_of_real_runs(three: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [three[0], three[2]]
+    head, *rows = fields(capsys, *runs)
+    assert head == ["step", *(f"{run} {kind}/loss" for kind in ("train", "eval") for run in "34")]
+    for at, (kind, run) in enumerate(((k, r) for k in ("train", "eval") for r in runs), 1):
+        losses = {line["step"]: line["loss"] for line in metrics(run, kind)}
+        assert {int(row[0]): float(row[at]) for row in rows if row[at]} == losses
+
+    head, *rows = fields(capsys, runs[0], "--figure", "all")
+    assert {"step", "train/loss", "eval/loss", "train/exposed_s", "eval/accuracy"} <= {*head}
+    (last,) = [line for line in metrics(runs[0], "train") if line["step"] == 24]
+    row = dict(zip(head, rows[-1], strict=True))
+    assert row["step"] == "24" and float(row["train/lr"]) == last["lr"]
+    assert row["train/bytes"] == str(last["bytes"])
+    assert fields(capsys, runs[0], "--figure", "bytes", "eval/*")[0] == [
+        *("step", "train/bytes"),
+        *(name for name in head if name.startswith("eval/")),
+    ]
+
+
+def test_a_plot(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = curves.drawn(curves.read(two))
+    assert isinstance(drawn, Figure)
+    (axis,) = drawn.axes
+    assert [line.get_xydata()[-1].tolist() for line in axis.get_lines()] == [[30, 1.5], [30, 1.0]]
+    assert axis.get_ylabel() == "train/loss (nats)" and axis.get_xlabel() == "steps"
+    (legend,) = drawn.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["co2", "slowmo"]
+
+    assert fields(capsys, *two, "--plot", tmp_path / "new" / "loss.png") == []
+    with Image.open(tmp_path / "new" / "loss.png") as picture:
+        assert picture.format == "PNG" and picture.width == 750
+    assert fields(capsys, *two, "--plot", tmp_path / "a.svg", "--out", tmp_path / "a.csv") == []
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+    assert (tmp_path / "a.csv").read_text().startswith("step,co2 train/loss,")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--figure", "lsos"), "--figure=lsos: no run has recorded it; did you mean loss?"),
+        (("--plot", "a.txt"), "--plot=a.txt: must end in .png or .svg"),
+        (("--out", "co2/seed0/config.yaml/a.csv"), "file=co2/seed0/config.yaml: File exists"),
+        (("co2/seed0",), "RUN=co2/seed0: is given twice"),
+        (("co2",), "RUN=co2: has no config.yaml; give the folder of a run, such as …/seed0"),
+        (("--plots", "a.png"), "unrecognized arguments: --plots"),
+        (("none",), "RUN=none: has recorded no metrics yet"),
+    ],
+)
+def test_bad_input_is_one_line(
+    two: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    why: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "none", {})
+    two = [] if words == ("none",) else two[:1]
+    with pytest.raises(SystemExit, match="2"):  # the parser ends by itself
+        sys.exit(curves.main([*map(str, two), *words]))
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert line.startswith(f"error: {why}") and said.out == ""

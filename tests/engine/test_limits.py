@@ -1,17 +1,15 @@
 """Every setting of every schema keeps the limits that its annotation declares."""
 
-import dataclasses
 import math
 from enum import Enum
-from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 
 from co2 import limits
-from co2.config import NODES, Config
+from co2.config import NODES
 from co2.errors import ConfigError
-from co2.limits import Limited, Range, choices, fits, words
+from co2.limits import Range, choices, fits, words
 from co2.methods import METHODS
 from co2_measure.peers import PEERS
 from tasks import TASKS
@@ -95,11 +93,6 @@ def test_a_setting_keeps_its_limits(node: str, name: str) -> None:
         assert (said == (name, line)) == (not fits(value, hint)), f"{value!r}: {said}"
 
 
-def test_every_schema_is_limited() -> None:
-    for kind in (Config, *SCHEMAS.values()):
-        assert issubclass(kind, Limited) and dataclasses.is_dataclass(kind)
-
-
 def test_every_number_has_a_range() -> None:
     """One that may be anything is a mistake that nobody has made yet."""
     without = [
@@ -117,7 +110,3 @@ def test_defaults_fit() -> None:
         made = kind()
         for name, hint in limits.limits(kind).items():
             assert fits(getattr(made, name), hint)
-
-
-def test_null_is_among_the_words() -> None:
-    assert [kind for kind, _ in choices(limits.Count | None)] == [int, NoneType]

@@ -6,9 +6,6 @@ What they agree on is decided on a virtual clock, in test_agreement.py.
 
 import contextlib
 import gc
-import random
-import re
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -24,13 +21,12 @@ from torch import Tensor, nn
 
 from co2.comm.background_mean import BackgroundMean, new_mean
 from co2.comm.mesh import Mesh
-from co2.comm.waiting import as_one, everyone, finish, has_leaked, is_loss, until_cut, use
+from co2.comm.waiting import as_one, everyone
 from co2.config import CommConfig
 from co2.elastic.heartbeat import announce_gone, key
 from co2.elastic.members import MemberLost, Members, ThreadFailed
 from co2.elastic.quorum import Quorum
 from co2.elastic.replicas import _TAG, Replicas, receive_state, send_state
-from co2.elastic.sockets import Sockets, make_group
 from co2.methods import METHODS
 from co2.methods.base import Method
 from co2.train.state_file import HostCopy, rebuilt, split
@@ -46,32 +42,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "co2_keep": {"keep_local": 1.0, "outer_momentum": 0.0},
 }
 SIMULATED = ("local_sgd", "co2")
+SAME_AS = {"diloco": "local_sgd", "slowmo": "local_sgd", "cocod_sgd": "co2_keep"}
+"""As they are configured here."""
 NOBODY = -1
 MORE_ROUNDS = 6
 JOINS = {"local_sgd": 1, "co2": 2}
 """By method: rounds that have ended when a newcomer who has always waited is let in. The first
 decision is about the first mean, which an overlapped method obeys a round later."""
-TRIALS = 40
-"""Of a collective that is cut."""
 
 
 @pytest.fixture
-def store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def stores() -> list[dist.TCPStore]:
+    """They outlive the members."""
+    return [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
 
 
 @pytest.fixture
-def port(store: dist.TCPStore) -> int:
-    """Of a store that outlives the members."""
-    return store.port
+def port(stores: list[dist.TCPStore]) -> int:
+    return stores[0].port
 
 
 @pytest.fixture
-def fresh(workers: Pool) -> Iterator[Pool]:
-    """Workers whose threads no other test meets: some wait until their time is out."""
-    workers.close()
-    yield workers
-    workers.close()
+def again(stores: list[dist.TCPStore]) -> int:
+    """For a second run of the same workers."""
+    return stores[1].port
 
 
 def member(rank: int, port: int, silent_s: float = 30.0, replica_size: int = 1) -> Members:
@@ -141,7 +135,7 @@ def tickets(members: Members) -> list[tuple[int, int]]:
 # A mean is that of those who took part.
 
 
-def target(rank: int) -> torch.Tensor:
+def target(rank: int) -> Tensor:
     return torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) * (rank + 1)
 
 
@@ -151,19 +145,18 @@ def steps_made(number: int, rank: int, unequal: bool) -> int:
 
 
 def train(
-    rank: int, world: int, port: int, name: str, victim: int, at: int, unequal: bool
-) -> list[float] | None:
-    """Replicas with a quadratic loss each. The victim vanishes before its step `at`."""
-    members = member(rank, port)
-    opened = tickets(members)
+    members: Members, name: str, config: dict[str, Any], victim: int, at: int, unequal: bool
+) -> list[Tensor] | None:
+    """Replicas with a quadratic loss each. The victim vanishes before its step `at`, and has no
+    result; that of the others are the weights and what the inner optimizer holds."""
+    world, rank, opened = 3, members.me, tickets(members)
     members.first(range(world))
-    mesh = Replicas(members, torch.device("cpu")).mesh
     model = nn.Linear(3, 1, bias=False).double()
     nn.init.zeros_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    cls = METHODS[name]
-    method = cls(cls.Config(tau=TAU, **CONFIGS[name]))
-    method.prepare(model, optimizer, mesh)
+    kind = torch.optim.AdamW if name == "desloc" else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=RATE)
+    method = METHODS[name](METHODS[name].Config(tau=TAU, **config))
+    method.prepare(model, optimizer, Replicas(members, torch.device("cpu")).mesh)
     members.formed()
     for step in range(TAU * ROUNDS):
         if rank == victim and step == at:
@@ -180,24 +173,23 @@ def train(
         method.step()
         optimizer.zero_grad()
     method.flush()
-    assert members.ids == tuple(one for one in range(world) if one != victim)
-    members.agree()
-    members.leave()
-    return model.weight.flatten().tolist()
+    assert left(members) == tuple(one for one in range(world) if one != victim)
+    state = optimizer.state.get(model.weight, {})
+    moments = [state[name] for name in ("exp_avg", "exp_avg_sq") if name in state]
+    return [tensor.detach().flatten() for tensor in (model.weight, *moments)]
 
 
-def simulated(world: int, name: str, victim: int, at: int, unequal: bool) -> np.ndarray:
+def simulated(name: str, victim: int, at: int, unequal: bool) -> np.ndarray:
     """The same in one process: the mean of a round is that of those who have ended it, weighted by
     the steps that they have made."""
-    targets = [np.array([1.0, -2.0, 0.5]) * (rank + 1) for rank in range(world)]
     anchor, momentum, late = np.zeros(3), np.zeros(3), None
     for number in range(ROUNDS):
-        there = [r for r in range(world) if r != victim or (number + 1) * TAU <= at]
+        there = [r for r in range(3) if r != victim or (number + 1) * TAU <= at]
         ends = []
         for rank in there:
             x = anchor.copy()
             for _ in range(steps_made(number, rank, unequal)):
-                x -= RATE * (x - targets[rank])
+                x -= RATE * (x - target(rank).numpy())
             ends.append(anchor - x)
         weights = [steps_made(number, rank, unequal) for rank in there]
         mean = np.average(ends, axis=0, weights=weights)
@@ -209,83 +201,43 @@ def simulated(world: int, name: str, victim: int, at: int, unequal: bool) -> np.
     return anchor
 
 
-@pytest.mark.parametrize("unequal", [False, True])
+@replicas(3)
+@pytest.mark.parametrize(("victim", "at", "unequal"), [(0, 7, False), (0, 7, True), (1, 6, True)])
 @pytest.mark.parametrize("name", SIMULATED)
-@pytest.mark.parametrize(("world", "victim", "at"), [(2, 1, 4), (3, 0, 7), (3, 1, 6)])
 def test_a_mean_is_that_of_those_who_are_left(
-    workers: Pool,
-    port: int,
-    name: str,
-    world: int,
-    victim: int,
-    at: int,
-    unequal: bool,
+    rank: int, port: int, name: str, victim: int, at: int, unequal: bool
 ) -> None:
     """Equal to a simulation in one process, for a loss amid a round and one at its begin; also
     where replicas make unequal numbers of steps."""
-    ended = workers.run(train, world, port, name, victim, at, unequal)
-    expected = simulated(world, name, victim, at, unequal)
-    for rank, weights in enumerate(ended):
-        if rank == victim:
-            assert weights is None
-        else:
-            np.testing.assert_allclose(weights, expected, rtol=1e-12)
+    found = train(member(rank, port), name, CONFIGS[name], victim, at, unequal)
+    if rank != victim:
+        assert found is not None
+        np.testing.assert_allclose(found[0], simulated(name, victim, at, unequal), rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", SIMULATED)
-def test_a_mean_is_weighted_by_steps(workers: Pool, port: int, name: str) -> None:
-    ended = workers.run(train, 3, port, name, NOBODY, 0, True)
-    expected = simulated(3, name, NOBODY, 0, unequal=True)
-    for weights in ended:
-        np.testing.assert_allclose(weights, expected, rtol=1e-12)
-    assert not np.allclose(expected, simulated(3, name, NOBODY, 0, unequal=False), rtol=1e-3)
+@replicas(3)
+@pytest.mark.parametrize(("name", "like"), SAME_AS.items())
+def test_methods_that_are_the_same_weigh_alike(
+    rank: int, port: int, again: int, name: str, like: str
+) -> None:
+    first = train(member(rank, port), name, CONFIGS[name], NOBODY, 0, True)
+    second = train(Members(("127.0.0.1", again), rank, 30.0), like, CONFIGS[like], NOBODY, 0, True)
+    assert first is not None and second is not None
+    np.testing.assert_allclose(first[0], second[0], rtol=1e-12)
+    if like in SIMULATED:
+        np.testing.assert_allclose(first[0], simulated(like, NOBODY, 0, True), rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("name", "like"),
-    [("diloco", "local_sgd"), ("slowmo", "local_sgd"), ("cocod_sgd", "co2_keep")],
-)
-def test_methods_that_are_the_same_weigh_alike(workers: Pool, name: str, like: str) -> None:
-    found = []
-    for one in (name, like):
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        found.append(workers.run(train, 3, store.port, one, NOBODY, 0, True))
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-12)
-
-
-def moments_after_a_loss(rank: int, world: int, port: int) -> list[list[float]] | None:
-    """The last one is lost amid a round at whose end weights and both moments are averaged."""
-    members = member(rank, port)
-    opened = tickets(members)
-    members.first(range(world))
-    model = nn.Linear(3, 1, bias=False).double()
-    nn.init.zeros_(model.weight)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    cls = METHODS["desloc"]
-    method = cls(cls.Config(tau=TAU, first_moment_every=TAU, second_moment_every=TAU))
-    method.prepare(model, optimizer, Replicas(members, torch.device("cpu")).mesh)
-    members.formed()
-    for step in range(2 * TAU):
-        if rank == world - 1 and step == 2 * TAU - 1:
-            members.settle(opened[-1])
-            vanish(members)
-            return None
-        (0.5 * (model.weight.flatten() - target(rank)).square().sum()).backward()
-        method.step()
-        optimizer.zero_grad()
-    assert members.ids == tuple(range(world - 1))
-    method.flush()
-    members.agree()
-    members.leave()
-    state = optimizer.state[model.weight]
-    vectors = model.weight, state["exp_avg"], state["exp_avg_sq"]
-    return [vector.flatten().tolist() for vector in vectors]
+def moments(rank: int, world: int, port: int) -> list[Tensor] | None:
+    periods = {"first_moment_every": TAU, "second_moment_every": TAU}
+    return train(member(rank, port), "desloc", periods, world - 1, 2 * TAU - 1, False)
 
 
 def test_desloc_averages_its_moments_also_where_one_is_lost(workers: Pool, port: int) -> None:
     """The weights' mean is the first of three in that step, and meets the loss."""
-    first, second, lost = workers.run(moments_after_a_loss, 3, port)
-    assert lost is None and first == second
+    first, second, lost = workers.run(moments, 3, port)
+    assert lost is None and len(first) == 3
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
 @replicas(4)
@@ -368,10 +320,10 @@ def test_an_error_that_comes_back_is_not_taken_for_a_loss(rank: int, world: int,
 
 
 @replicas(2)
-def test_a_thread_ends_its_member_in_one_line(rank: int, world: int, port: int) -> None:
+def test_a_thread_ends_its_member_in_one_line(rank: int, port: int) -> None:
     """An error that nobody expects ends the thread with which the first one gives a state."""
     members = member(rank, port)
-    members.first(range(world))
+    members.first(range(2))
     given = Replicas(members, torch.device("cpu"))
     members.formed()
     members.agree()
@@ -379,28 +331,22 @@ def test_a_thread_ends_its_member_in_one_line(rank: int, world: int, port: int) 
     def fail() -> float:
         raise KeyError("unexpected")
 
+    def train_on() -> None:
+        while len(members.ids) == 2:
+            with contextlib.suppress(MemberLost):
+                members.agree()
+                continue
+            members.renew(admit=False)
+            members.formed()
+
     if rank == 0:
         given.give({}, fail, everyone())
-    if rank == 0:
-        with pytest.raises(ThreadFailed) as ended:
-            train_on(members, world)
+        with pytest.raises(ThreadFailed, match="thread handover has failed: KeyError: 'unexpecte"):
+            train_on()
         vanish(members)
-        text = r"its thread handover has failed: KeyError: 'unexpected' \(.*test_members\.py:\d+\)"
-        assert re.fullmatch(text, str(ended.value))
         return
-    train_on(members, world)
-    assert members.lost == {0: "gone"}
-    assert left(members) == (1,)
-
-
-def train_on(members: Members, world: int) -> None:
-    """Until one of so many is lost."""
-    while len(members.ids) == world:
-        with contextlib.suppress(MemberLost):
-            members.agree()
-            continue
-        members.renew(admit=False)
-        members.formed()
+    train_on()
+    assert members.lost == {0: "gone"} and left(members) == (1,)
 
 
 @replicas(3)
@@ -498,48 +444,18 @@ class Replica:
         return self.model.weight.flatten().tolist()
 
 
-def train_with_a_newcomer(
-    rank: int, world: int, port: int, name: str
-) -> tuple[list[float], list[int]]:
-    """The last one comes to the others. It takes its state only when they have trained on. Returns
-    the weights, and the steps that were made."""
-    members = member(rank, port)
-    if rank == world - 1:
-        members.join()
-        replica = Replica(rank, name, members)
-        replica.replicas.receive_state(
-            lambda: members.store.wait(["trained on"]), replica.load, replica.control
-        )
-    else:
-        while not members.waiting():
-            time.sleep(0.01)
-        members.first(range(world - 1))
-        replica = Replica(rank, name, members)
-    made = []
-    while replica.step < TAU * MORE_ROUNDS:
-        step = replica.step
-        made += [step] if replica.train() else []
-        if members.change_due:
-            replica.replicas.renew(admit=True)
-        elif len(members.ids) == world and step == JOINS[name] * TAU + TAU - 2:
-            members.store.set("trained on", "1")
-    return replica.end(), made
-
-
-def simulated_with_a_newcomer(world: int, name: str) -> np.ndarray:
-    """The same in one process: the newcomer is nowhere before the round after it came."""
-    targets = [np.array([1.0, -2.0, 0.5]) * (rank + 1) for rank in range(world)]
+def simulated_with_a_newcomer(name: str) -> np.ndarray:
+    """In one process: the newcomer is nowhere before the round after it came."""
     anchor, outer, late = np.zeros(3), np.zeros(3), None
-    inner = [np.zeros(3) for _ in range(world)]
+    inner = [np.zeros(3) for _ in range(3)]
     for number in range(MORE_ROUNDS):
         if number == JOINS[name]:
             inner[-1] = inner[0].copy()
-        there = range(world if number > JOINS[name] else world - 1)
         ends = []
-        for rank in there:
+        for rank in range(3 if number > JOINS[name] else 2):
             x = anchor.copy()
             for _ in range(TAU):
-                inner[rank] = 0.5 * inner[rank] + (x - targets[rank])
+                inner[rank] = 0.5 * inner[rank] + (x - target(rank).numpy())
                 x -= RATE * inner[rank]
             ends.append(anchor - x)
         mean = np.mean(ends, axis=0)
@@ -551,19 +467,34 @@ def simulated_with_a_newcomer(world: int, name: str) -> np.ndarray:
     return anchor
 
 
+@replicas(3)
 @pytest.mark.parametrize("name", SIMULATED)
-def test_a_newcomer_has_a_part_from_its_second_round_on(
-    workers: Pool, port: int, name: str
-) -> None:
-    ended = workers.run(train_with_a_newcomer, 3, port, name)
-    expected = simulated_with_a_newcomer(3, name)
-    for weights, _ in ended:
-        np.testing.assert_allclose(weights, expected, rtol=1e-12)
-    first = (JOINS[name] + 1) * TAU
-    assert [made for _, made in ended] == [
-        *[list(range(TAU * MORE_ROUNDS))] * 2,
-        list(range(first, TAU * MORE_ROUNDS)),
-    ]
+def test_a_newcomer_has_a_part_from_its_second_round_on(rank: int, port: int, name: str) -> None:
+    """The last one comes to the others. It takes its state only when they have trained on."""
+    members, comes = member(rank, port), rank == 2
+    if comes:
+        members.join()
+        replica = Replica(rank, name, members)
+        replica.replicas.receive_state(
+            lambda: members.store.wait(["trained on"]), replica.load, replica.control
+        )
+    else:
+        while not members.waiting():
+            time.sleep(0.01)
+        members.first(range(2))
+        replica = Replica(rank, name, members)
+    made = []
+    while replica.step < TAU * MORE_ROUNDS:
+        step = replica.step
+        made += [step] if replica.train() else []
+        if members.change_due:
+            replica.replicas.renew(admit=True)
+        elif len(members.ids) == 3 and step == JOINS[name] * TAU + TAU - 2:
+            members.store.set("trained on", "1")
+    weights = replica.end()
+    np.testing.assert_allclose(weights, simulated_with_a_newcomer(name), rtol=1e-12)
+    first = (JOINS[name] + 1) * TAU if comes else 0
+    assert made == list(range(first, TAU * MORE_ROUNDS))
 
 
 @replicas(3)
@@ -605,103 +536,3 @@ def test_one_whose_giver_is_lost_ends(rank: int, world: int, port: int) -> None:
         members.renew(admit=False)
     members.formed()
     left(members)
-
-
-# A collective whose connections are cut ends, also where gloo forgets to tell it.
-
-
-@replicas(2)
-def test_only_the_connections_of_groups_are_cut(rank: int, world: int, port: int) -> None:
-    """Others are nobody's business that were opened while the groups were: between two of them, and
-    by another thread amid one."""
-    members = member(rank, port)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def connected() -> tuple[socket.socket, socket.socket]:
-            return socket.create_connection(server.getsockname()), server.accept()[0]
-
-        members.first(range(world))
-        pairs = [connected()]
-
-        def amid_others(*arguments: Any) -> dist.ProcessGroup:
-            pairs.append(connected())
-            return make_group(*arguments)
-
-        with patch("co2.elastic.members.make_group", amid_others):
-            group = members.new_group(range(world), None)
-        members.formed()
-        members.agree()
-        members.cut(members.generation)
-        assert len(pairs) == 2
-        for one, other in pairs:
-            one.sendall(b"on")
-            assert other.recv(2) == b"on"
-            one.close()
-            other.close()
-    with pytest.raises(RuntimeError):
-        finish(dist.all_reduce(torch.ones(1), group=group, async_op=True), group, members.sockets)
-    vanish(members)
-
-
-def cut_again_and_again(rank: int, world: int, numel: int, longest_s: float) -> tuple[int, int]:
-    """Collectives that are cut as they begin or amid. Returns how many have failed, and how many
-    have ended well."""
-    random.seed(rank)
-    failed = 0
-    for _ in range(TRIALS):
-        sockets = Sockets()
-        with sockets.opening():
-            group = dist.new_group(list(range(world)))
-        dist.barrier()
-        work = dist.all_reduce(torch.ones(numel), group=group, async_op=True)
-        time.sleep(longest_s * random.random())
-        sockets.cut()
-        try:
-            finish(work, group, sockets)
-        except RuntimeError:
-            failed += 1
-        del work, group  # takes the group down, unless it was leaked
-    return failed, TRIALS - failed
-
-
-def test_a_collective_that_is_cut_ends(fresh: Pool) -> None:
-    ended = fresh.run(cut_again_and_again, 2, 3, 0.0005)
-    assert all(failed > 0 for failed, _ in ended)
-
-
-def act_and_cut(rank: int, world: int) -> list[str]:
-    """Something that never ends by itself; something that fails; something that works."""
-    found = []
-    sockets = Sockets()
-    use(sockets)
-    try:
-        until_cut(lambda: [][0])
-    except IndexError as error:
-        found.append(type(error).__name__)
-    found.append(until_cut(lambda: "done"))
-    sockets.cut()
-    try:
-        until_cut(lambda: time.sleep(60))
-    except RuntimeError as error:
-        found.append(str(error))
-    found.append(f"leaked: {has_leaked()}")
-    use(None)
-    return found
-
-
-def test_what_blocks_ends_with_the_connections(fresh: Pool) -> None:
-    assert fresh.run(act_and_cut, 1) == [
-        ["IndexError", "done", "what all do together was cut", "leaked: True"]
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "loss"),
-    [
-        ("Gloo connectFullMesh failed with [pair.h:311] Connect timeout [none]", True),
-        ("[pair.cc:534] Connection closed by peer [127.0.0.1]:36869", True),
-        ("The size of tensor a (3) must match the size of tensor b (4)", False),
-    ],
-)
-def test_an_error_of_a_lost_worker(text: str, loss: bool) -> None:
-    assert is_loss(RuntimeError(text)) is loss

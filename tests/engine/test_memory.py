@@ -1,6 +1,9 @@
-"""The memory ledger, against the storages that really exist, and against what a step allocates."""
+"""Memory: the ledger, against the storages that really exist and what a step allocates; and what is
+worked out from shapes, against what real steps hold."""
 
+import contextlib
 import gc
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -10,13 +13,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import co2
+import train
+from co2 import Mesh
 from co2.comm import codec, flat, sparse_mean
-from co2.config import CommConfig, Precision
+from co2.config import CommConfig, Config, Precision
+from co2.gpus import GPUS, gpu_of
 from co2.methods import METHODS
 from co2.methods.shared import compressed_adam
 from co2.train import meters
-from tests.grids import grid
+from co2.train.estimate import Holdings, Live, holdings, work
+from co2.train.within_replica import checkpoint_activations
 from tests.methods.driver import ADAM, FP32_ONLY, NEEDS_ADAM, NEEDS_SGD, ROUNDS_OF
+from tests.workers import replicas
 
 WIDTH = 257
 PARAMS = WIDTH * WIDTH + WIDTH + WIDTH * 8
@@ -50,23 +58,21 @@ def build(
     return model, optimizer, METHODS[name](config, CommConfig(dtype=wire))
 
 
-def train(model: nn.Module, method: co2.Method, steps: int) -> None:
+def make_steps(model: nn.Module, method: co2.Method, steps: int) -> None:
     for _ in range(steps):
         model(torch.randn(4, WIDTH)).square().mean().backward()
         method.step()
 
 
-def held_beyond_the_ledger(
-    rank: int, world: int, name: str, wire: Precision, fields: dict[str, Any] | None = None
-) -> tuple[float, float]:
+def held_beyond_the_ledger(name: str, wire: Precision, **fields: Any) -> tuple[float, float]:
     """Model copies on this worker that are neither weights, gradients nor inner state, and how
     many the method tells."""
     # Scratch is no model copy either.
     with patch.dict(flat._CHUNK, cpu=512):
         before = storages()
-        model, optimizer, method = build(name, wire, **(fields or {}))
+        model, optimizer, method = build(name, wire, **fields)
         wrapped = method.prepare(model, optimizer, co2.Mesh.world())
-        train(wrapped, method, 5)
+        make_steps(wrapped, method, 5)
         method.state_dict()  # brings in what is in flight
         now = storages()
     params = list(model.parameters())
@@ -78,68 +84,50 @@ def held_beyond_the_ledger(
     return extra / (4 * PARAMS), method.extra_copies
 
 
-SHARD = {"shard": True}
 WHOLE = [name for name in METHODS if name not in (*ADAM, *FP32_ONLY, *NEEDS_SGD)]
 """Those that bf16 can carry."""
 
 
+@replicas(2)
 @pytest.mark.parametrize("name", METHODS)
-def test_copies_held_are_those_of_the_ledger(workers, name):
+def test_copies_held_are_those_of_the_ledger(name: str) -> None:
     """How many a method should hold says its card (tests/methods/test_cards.py)."""
     ledgers = {}
     for wire in Precision if name in WHOLE else [Precision.fp32]:
-        for copies, told in workers.run(held_beyond_the_ledger, 2, name, wire):
-            ledgers[wire] = told
-            # A few scalars, the last batch and the scratch are not model copies.
-            assert copies < told + 0.04
-            # DDP may have let go of the rounded gradients already.
-            assert copies >= told or (name, wire) == ("allreduce", Precision.bf16)
+        copies, ledgers[wire] = held_beyond_the_ledger(name, wire)
+        # A few scalars, the last batch and the scratch are not model copies.
+        assert copies < ledgers[wire] + 0.04
+        # DDP may have let go of the rounded gradients already.
+        assert copies >= ledgers[wire] or (name, wire) == ("allreduce", Precision.bf16)
     if name in WHOLE:  # the buffer is half as large; DDP's rounded gradients are beside the others
         half = 0.5 if name == "allreduce" else -0.5
         assert ledgers[Precision.bf16] == pytest.approx(ledgers[Precision.fp32] + half, abs=1e-9)
 
 
+MOMENTS = {"average_moments": True}
+LATE = {"first_moment_every": 2, "late_momentum": True}
+
+
+@replicas(2)
 @pytest.mark.parametrize(
-    ("name", "wire", "expected"),
+    ("name", "wire", "fields", "expected"),
     [
-        ("diloco", Precision.fp32, 3),
-        ("co2", Precision.fp32, 3 + 4),
-        ("co2_keep", Precision.fp32, 3 + 4),
-        ("co2_keep", Precision.bf16, 2.5 + 3),
+        # A buffer, and what was sent, where the method overlaps.
+        ("diloco", "fp32", MOMENTS, 3),
+        ("co2", "fp32", MOMENTS, 3 + 4),
+        ("co2_keep", "bf16", MOMENTS, 2.5 + 3),
+        ("mt_dao", "fp32", LATE, 2 + 2),
+        # One fragment: the messages on two workers are twice a vector of so many bits.
+        ("streaming_diloco", "fp32", {"fragments": 1, "exchange": "int8"}, 3 + 1.5 + 2 * 8 / 32),
+        ("streaming_diloco", "fp32", {"fragments": 1, "exchange": "int4"}, 3 + 1.5 + 2 * 4 / 32),
+        # A copy and two parts, with a row of the buffer.
+        ("co2", "fp32", {"shard": True}, 1 + 2 / 2),
     ],
 )
-def test_averaged_moments_cost_an_overlapped_method_a_buffer_and_what_was_sent(
-    workers, name, wire, expected
-):
-    for copies, told in workers.run(
-        held_beyond_the_ledger, 2, name, wire, {"average_moments": True}
-    ):
-        assert told == pytest.approx(expected, abs=1e-9)
-        assert told <= copies < told + 0.04
-
-
-def test_a_late_momentum_costs_a_buffer_and_what_was_sent(workers):
-    fields = {"first_moment_every": 2, "late_momentum": True}
-    for copies, told in workers.run(held_beyond_the_ledger, 2, "mt_dao", Precision.fp32, fields):
-        assert told == pytest.approx(2 + 2, abs=1e-9)
-        assert told <= copies < told + 0.04
-
-
-@pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("int4", 4)])
-def test_quantized_exchange_holds_errors_and_messages(workers, kind, bits):
-    """One fragment: the messages on two workers are twice a vector of so many bits."""
-    fields = {"fragments": 1, "exchange": kind}
-    arguments = ("streaming_diloco", Precision.fp32, fields)
-    for copies, told in workers.run(held_beyond_the_ledger, 2, *arguments):
-        assert told == pytest.approx(3 + 1.5 + 2 * bits / 32, abs=1e-3)
-        assert told <= copies < told + 0.04
-
-
-@pytest.mark.parametrize("world", grid([1, 2, 3, 4], (3).__eq__))
-def test_sharded_outer_state_is_one_copy_and_two_parts(workers, world):
-    for copies, told in workers.run(held_beyond_the_ledger, world, "co2", Precision.fp32, SHARD):
-        assert told == pytest.approx(1 + 2 / world, rel=0.01)  # parts are alike, but for padding
-        assert told <= copies < told + 0.04  # and a row of the buffer
+def test_what_options_cost(name: str, wire: str, fields: dict[str, Any], expected: float) -> None:
+    copies, told = held_beyond_the_ledger(name, Precision[wire], **fields)
+    assert told == pytest.approx(expected, rel=0.01)
+    assert told <= copies < told + 0.04
 
 
 class LargestAllocation(TorchDispatchMode):
@@ -160,92 +148,62 @@ class LargestAllocation(TorchDispatchMode):
         return result
 
 
-FIELDS = [
-    ("local_sgd", {}),
-    ("slowmo", {}),
-    ("co2_released", {}),
-    ("diloco", {}),
-    ("overlap_local_sgd", {}),
-    ("cocod_sgd", {}),
-    ("eager_diloco", {}),
-    ("noloco", {}),
-    ("co2_keep", {}),
-    *((name, {"average_moments": True}) for name in ("diloco", "co2", "co2_keep")),
-    ("co2", {"gap_penalty": "gap_aware_elementwise", "clip": 0.1}),
-    ("co2", {"clip": 0.1, "clip_mode": "norm"}),
-    ("co2", {"gap_penalty": "gap_aware_elementwise", "clip": 0.1, "shard": True}),
-    ("co2", {"clip": 0.1, "clip_mode": "norm", "shard": True}),
-]
+def end_round(method: Any) -> None:
+    method.end_round()
+    if method.moments is not None:
+        method.moments.end_round(method.steps)
 
 
-@pytest.mark.parametrize(("name", "fields"), FIELDS)
-def test_the_end_of_a_round_makes_no_temporary_of_model_size(monkeypatch, name, fields):
-    monkeypatch.setitem(flat._CHUNK, "cpu", 1024)
-    model, optimizer, method = build(name, **fields)
-    method.prepare(model, optimizer, co2.Mesh.world())
-    train(model, method, 4)
-    with torch.no_grad(), LargestAllocation() as seen:
-        method.end_round()
-        if method.moments is not None:
-            method.moments.end_round(method.steps)
-    assert seen.operations > 0 and seen.largest <= 1024
+def average_moments(method: Any) -> None:
+    for moment, _ in method.periods:
+        moment.average(method.mean)
+    if method.moments is not None:
+        method.moments.end_round(method.steps + 2)
+
+
+def sync_fragments(method: Any) -> None:
+    """Streaming DiLoCo has no end of a round: every fragment starts and syncs on its own."""
+    for fragment in method.fragments:
+        fragment.start()
+        fragment.sync()
+
+
+ELEMENTWISE, NORM = {"gap_penalty": "gap_aware_elementwise", "clip": 0.1}, {"clip_mode": "norm"}
 
 
 @pytest.mark.parametrize(
-    ("name", "fields"),
-    [("desloc", {}), ("mt_dao", {"first_moment_every": 2, "late_momentum": True})],
+    ("name", "act", "fields"),
+    [
+        *((name, end_round, {}) for name in ("local_sgd", "slowmo", "co2_released", "diloco")),
+        *((name, end_round, {}) for name in ("overlap_local_sgd", "cocod_sgd", "eager_diloco")),
+        *((name, end_round, {}) for name in ("noloco", "co2_keep", "sparseloco")),
+        *((name, end_round, MOMENTS) for name in ("diloco", "co2", "co2_keep")),
+        ("co2", end_round, ELEMENTWISE),
+        ("co2", end_round, {"clip": 0.1, **NORM}),
+        ("co2", end_round, {**ELEMENTWISE, "shard": True}),
+        ("co2", end_round, {"clip": 0.1, **NORM, "shard": True}),
+        ("desloc", average_moments, {}),
+        ("mt_dao", average_moments, LATE),
+        *(("streaming_diloco", sync_fragments, {"exchange": e}) for e in ("full", "int8", "int4")),
+        *((name, co2.Method.step, {}) for name in ADAM),
+    ],
 )
-def test_a_mean_of_moments_makes_none_either(monkeypatch, name, fields):
-    monkeypatch.setitem(flat._CHUNK, "cpu", 1024)
-    model, optimizer, method = build(name, **fields)
-    method.prepare(model, optimizer, co2.Mesh.world())
-    train(model, method, 4)
-    with torch.no_grad(), LargestAllocation() as seen:
-        for moment, _ in method.periods:
-            moment.average(method.mean)
-        if method.moments is not None:
-            method.moments.end_round(method.steps + 2)
-    assert seen.operations > 0 and seen.largest <= 1024
-
-
-def test_a_sparse_mean_makes_none_either(monkeypatch):
-    """Its temporaries are as large as a chunk of 4,096, by a few columns."""
+def test_synchronizing_makes_no_temporary_of_model_size(
+    monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[Any], None], fields: dict[str, Any]
+) -> None:
+    """A sparse mean's are as large as a chunk of 4,096, by a few columns."""
+    largest = sparse_mean.CHUNK if name == "sparseloco" else 1024
     monkeypatch.setitem(flat._CHUNK, "cpu", 1024)
     monkeypatch.setattr(sparse_mean, "_PIECE", sparse_mean.CHUNK)
-    model, optimizer, method = build("sparseloco")
-    method.prepare(model, optimizer, co2.Mesh.world())
-    train(model, method, 4)
-    with torch.no_grad(), LargestAllocation() as seen:
-        method.end_round()
-    assert seen.operations > 0 and seen.largest <= sparse_mean.CHUNK < PARAMS / 10
-
-
-@pytest.mark.parametrize("kind", ["full", "int8", "int4"])
-def test_a_fragment_makes_no_temporary_of_its_size(monkeypatch, kind):
-    """Streaming DiLoCo has no end of a round: every fragment starts and syncs on its own."""
-    monkeypatch.setitem(flat._CHUNK, "cpu", 1024)
-    monkeypatch.setattr(codec, "_PIECE", 1024)
-    model, optimizer, method = build("streaming_diloco", delay=0, exchange=kind)
-    method.prepare(model, optimizer, co2.Mesh.world())
-    train(model, method, 4)
-    with torch.no_grad(), LargestAllocation() as seen:
-        for fragment in method.fragments:
-            fragment.start()
-            fragment.sync()
-    assert seen.operations > 0 and seen.largest <= 1024
-
-
-@pytest.mark.parametrize("name", ADAM)
-def test_a_step_of_adams_variants_makes_none_either(monkeypatch, name):
-    monkeypatch.setitem(flat._CHUNK, "cpu", 1024)
     monkeypatch.setattr(compressed_adam, "_SAMPLE", 1024)
     monkeypatch.setattr(codec, "_PIECE", 1024)
-    model, optimizer, method = build(name)
+    delay = {"delay": 0} if name == "streaming_diloco" else {}
+    model, optimizer, method = build(name, **fields, **delay)
     method.prepare(model, optimizer, co2.Mesh.world())
-    train(model, method, 3)
-    with LargestAllocation() as seen:
-        method.step()
-    assert seen.operations > 0 and seen.largest <= 1024
+    make_steps(model, method, 3 if name in ADAM else 4)
+    with contextlib.nullcontext() if name in ADAM else torch.no_grad(), LargestAllocation() as seen:
+        act(method)
+    assert seen.operations > 0 and seen.largest <= largest < PARAMS / 10
 
 
 def test_the_watch_sees_a_temporary():
@@ -257,9 +215,136 @@ def test_the_watch_sees_a_temporary():
 def test_ledger_adds_up():
     model, optimizer, method = build("co2")
     method.prepare(model, optimizer, co2.Mesh.world())
-    train(model, method, 2)
+    make_steps(model, method, 2)
     ledger = meters.ledger(model, optimizer, method)
     assert ledger.parameter_bytes == ledger.gradient_bytes == 4 * PARAMS
     assert ledger.inner_state_bytes == 2 * 4 * PARAMS + 3 * 4  # AdamW counts steps in a float
     assert ledger.extra_bytes == 3 * 4 * PARAMS
     assert ledger.scratch_bytes == min(4 * PARAMS, 4 * flat._CHUNK["cpu"])
+
+
+def run_of(*overrides: str) -> Config:
+    return train.APP.config(["resume=never", "launch.backend=gloo", "launch.workers=1", *overrides])
+
+
+def held_in_training(config: Config) -> tuple[int, int]:
+    """Bytes that a real worker holds after a step, and at most, its weights included."""
+    task = train.APP.make_task(config)
+    module = task.model()
+    if config.train.checkpoint_activations:
+        checkpoint_activations(module)
+    own = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+    bf16 = config.train.precision.value == "bf16"
+    with Live(module) as live:
+        optimizer = task.optimizer(module)
+        method = train.APP.make_method(config)
+        wrapped = method.prepare(module, optimizer, Mesh.world(device="cpu"), lambda step: 1e-3)
+        for _ in range(3):
+            for _ in range(config.train.accumulate):
+                batch = task.blank()
+                with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                    loss = task.loss(wrapped, batch)
+                loss.backward()
+                del loss, batch
+            method.step()
+            between = live.now
+            optimizer.zero_grad(set_to_none=True)
+    return own + between, own + live.peak
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("task=vit", "method=co2"),
+        ("task=vit", "method=slowmo", "train.accumulate=3"),
+        ("task=vit", "method=allreduce", "train.checkpoint_activations=true"),
+        ("task=gpt2", "method=local_sgd", "train.precision=bf16", "train.accumulate=2"),
+        ("task=transnormer", "method=co2_keep", "optim.name=sgd"),
+        ("task=resnet50", "method=diloco"),
+    ],
+    ids=" ".join,
+)
+def test_a_real_worker_holds_what_was_worked_out(overrides: tuple[str, ...]) -> None:
+    config = run_of(*overrides, "train.batch_size=16")
+    between, most = held_in_training(config)
+    task = train.APP.make_task(config)
+    held = holdings(task, config, 1)
+    assert held.device_bytes == pytest.approx(between, rel=0.01)
+    averages = METHODS[config.method].averages_gradients
+    found = held.device_bytes + work(task, config, 1, averages).beyond_bytes
+    assert found == pytest.approx(most, rel=0.05)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method(method: str) -> None:
+    needs = METHODS[method].needs
+    words = ("task=toy", f"method={method}", "optim.name=adamw", *needs, "launch.workers=4")
+    config = run_of(*words)
+    held = holdings(train.APP.make_task(config), config, 4)
+    numel = held.num_parameters
+    assert held.memory.parameter_bytes == held.memory.gradient_bytes == 4 * numel
+    assert held.saved_bytes >= 4 * 4 * numel
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_replica_of_several_workers_shares() -> None:
+    """zero1, zero2 and zero3, by the table in co2/train/within_replica.py."""
+    alone = run_of("task=gpt2", "launch.workers=8")
+    whole = holdings(train.APP.make_task(alone), alone, 8)
+    for strategy in ("ddp", "zero1", "zero2", "zero3"):
+        config = run_of(
+            "task=gpt2", "launch.workers=8", "mesh.replica_size=4", f"mesh.strategy={strategy}"
+        )
+        held = holdings(train.APP.make_task(config), config, 8)
+        weights, inner = (1, 1) if strategy == "ddp" else (1, 4) if strategy == "zero1" else (4, 4)
+        before, now = whole.memory, held.memory
+        assert now.parameter_bytes == pytest.approx(before.parameter_bytes / weights, rel=1e-4)
+        assert now.gradient_bytes == pytest.approx(before.gradient_bytes / weights, rel=1e-4)
+        assert now.extra_bytes == pytest.approx(before.extra_bytes / weights, rel=1e-4)
+        assert now.inner_state_bytes == pytest.approx(before.inner_state_bytes / inner, rel=1e-4)
+        gathered = {"zero2": before.parameter_bytes}.get(strategy, 0)
+        if strategy == "zero3":
+            assert 0 < held.gathered_bytes < before.parameter_bytes
+        else:
+            assert held.gathered_bytes == gathered
+
+
+def test_options_that_change_what_is_held() -> None:
+    """Copies in the host's memory; a sharded outer state; a pair's messages; shared experts."""
+
+    def held(workers: int, *words: str) -> Holdings:
+        config = run_of(*words, f"launch.workers={workers}")
+        return holdings(train.APP.make_task(config), config, workers)
+
+    memory = held(1, "task=gpt2", "method=co2", "comm.device=cpu").memory
+    assert memory.extra_bytes == memory.scratch_bytes == 0
+    assert memory.host_bytes >= 3 * memory.parameter_bytes
+    sharded = held(8, "task=gpt2", "method=co2", "co2.shard=true")
+    assert sharded.memory.extra_bytes == pytest.approx(1.25 * sharded.local_bytes, rel=0.01)
+    pair = held(4, "task=toy", "method=noloco", "noloco.tau=1")
+    assert pair.memory.extra_bytes == 4 * pair.local_bytes
+    experts = ("task=moe", "train.compile=false")
+    whole, part = (
+        held(8, *experts, *more) for more in ((), ("mesh.replica_size=4", "mesh.strategy=ep"))
+    )
+    assert part.num_parameters == whole.num_parameters
+    assert part.memory.parameter_bytes < 0.7 * whole.memory.parameter_bytes
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40g"),
+        ("Tesla V100-SXM2-32GB", "v100-32g"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090 D", "rtx4090"),
+        ("NVIDIA A10G", None),
+        ("NVIDIA L40", None),
+    ],
+)
+def test_gpus_by_the_driver_s_name(device: str, name: str | None) -> None:
+    assert gpu_of(device) == (None if name is None else GPUS[name])

@@ -1,23 +1,39 @@
-"""The simulator against closed forms by hand, and against plain loops over events."""
+"""The simulator against closed forms by hand, and against plain loops over events; goodput where
+nodes fail; and the benchmark that holds the simulator against the laboratory."""
 
 import csv
 import itertools
+import math
+import random
 import subprocess
 import sys
 from dataclasses import replace
-from types import FrameType
-from typing import Any
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import co2
+from benchmarks.simulator import PAYLOAD_SHARE, points
 from co2.catalogue import CATALOGUE
-from co2.comm.background_mean import BackgroundMean
 from co2.methods import METHODS
 from co2_measure.simulate import paper as paper_scaling
-from co2_measure.simulate import schedule
 from co2_measure.simulate.__main__ import main
+from co2_measure.simulate.drawn import drawn_goodput
+from co2_measure.simulate.failures import (
+    DISCARD,
+    ELASTIC,
+    LLAMA_MTBF_HOURS,
+    RESTART,
+    WAYS,
+    Faults,
+    Round,
+    daly_s,
+    goodput,
+    restart_goodput,
+)
+from co2_measure.simulate.goodput import ways
 from co2_measure.simulate.methods import (
     BLOCKING,
     LIMIT,
@@ -25,11 +41,11 @@ from co2_measure.simulate.methods import (
     SIMULATED,
     WITH_MOMENTS,
 )
-from co2_measure.simulate.models import MODELS
-from co2_measure.simulate.network import COLLECTIVES, Link, Network, parse_link, ring_bytes, ring_s
+from co2_measure.simulate.network import COLLECTIVES, Link, Network, parse_link, ring_s
 from co2_measure.simulate.scaling import scaling_ratio
 from co2_measure.simulate.schedule import Noise, Replicas, simulate
 from tests.cli.harness import ROOT
+from tests.grids import grid
 
 LINK = Link(1e9, 1e-3)
 FLAT = Network(LINK)
@@ -77,14 +93,6 @@ def test_servers_by_hand():
         network = Network(LINK, 4, inside, collective)
         assert network.all_reduce_s(10**6, 8) == pytest.approx(expected[collective])
         assert network.all_reduce_s(10**6, 4) == pytest.approx(inner), "one server: no link"
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3, 8])
-@pytest.mark.parametrize("numel", [1, 7, 1000])
-def test_bytes_are_those_that_async_mean_counts(workers, numel):
-    mean = BackgroundMean.__new__(BackgroundMean)
-    mean.buffer, mean.num_replicas = torch.zeros(numel), workers
-    assert ring_bytes(4 * numel, workers) == mean.bytes_per_mean()
 
 
 def test_bytes_per_step():
@@ -293,50 +301,9 @@ def test_better_networks_and_longer_rounds_never_hurt(method):
     assert all(b >= a * (1 - 1e-12) for a, b in itertools.pairwise(by_tau))
 
 
-def test_waiting_later_is_never_slower():
-    noise = Noise(jitter=0.3)
-    for bits in (1e6, 1e7, 1e9):
-        network = Network(Link(bits))
-        late = run("co2", network=network, noise=noise).throughput
-        assert late >= run("local_sgd", network=network, noise=noise).throughput
-
-
 def test_the_scaling_ratio_is_the_papers():
     assert scaling_ratio(22_810, 128, 3_488, 16) == pytest.approx(22_810 / (8 * 3_488))
     assert round(scaling_ratio(22_810, 128, 3_488, 16), 2) == 0.82
-
-
-@pytest.mark.parametrize("method", ["none", "allreduce", BLOCKING[0], OVERLAPPED[0]])
-def test_131072_gpus_cost_no_more_python_than_16(method):
-    """Replicas are elements of vectors: as many lines are executed, however many there are."""
-
-    def lines(workers):
-        count = 0
-
-        def trace(frame: FrameType, event: str, _: Any) -> Any:
-            nonlocal count
-            if frame.f_code.co_filename == schedule.__file__:
-                count += event == "line"
-                return trace
-            return None
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            simulate(
-                method=method,
-                workers=workers,
-                vector_bytes=4 * MODELS["gpt2-small"].num_parameters,
-                step_s=3.0,
-                network=Network(parse_link("80gbps-tcp"), 8, collective="auto"),
-                steps=24,
-                noise=Noise(jitter=0.1, slow_share=0.01, slowdown=1.5),
-            )
-        finally:
-            sys.settrace(before)
-        return count
-
-    assert lines(131_072) == lines(16) > 30
 
 
 def test_every_method_of_the_suite_is_simulated_or_left_out_with_a_reason():
@@ -367,13 +334,7 @@ def test_the_simulator_needs_no_torch():
 
 @pytest.mark.parametrize(
     ("text", "rate_bits", "latency_s"),
-    [
-        ("20mbit", 20e6, 0),
-        ("1gbit@50us", 1e9, 50e-6),
-        ("1.5Gbps@2ms", 1.5e9, 2e-3),
-        ("80gbps-tcp", 80e9, 50e-6),
-        ("800gbps-rdma@0s", 800e9, 0),
-    ],
+    [("20mbit", 20e6, 0), ("1.5Gbps@2ms", 1.5e9, 2e-3), ("80gbps-tcp", 80e9, 50e-6)],
 )
 def test_links_by_name_or_rate(text, rate_bits, latency_s):
     link = parse_link(text)
@@ -391,66 +352,47 @@ def test_the_papers_figures_and_what_was_fitted():
     assert rest[-1].network.link.latency_s > 0
 
 
-def test_the_table_of_the_paper(capsys, tmp_path):
-    assert main(["--paper", "--csv", str(tmp_path / "a.csv")]) == 0
-    shown = capsys.readouterr().out
-    assert "304,736" in shown and "calibrated" in shown and "Simulated, not measured" in shown
-    rows = list(csv.DictReader((tmp_path / "a.csv").open()))
-    assert [float(row["paper"]) for row in rows] == list(paper_scaling.PAPER.values())
-
-
 def test_the_command_line(capsys, tmp_path):
-    table, page = tmp_path / "deep" / "a.csv", tmp_path / "a.md"
+    table, page, figure = tmp_path / "deep" / "a.csv", tmp_path / "a.md", tmp_path / "a.svg"
     words = "--gpus 8..32,96 --method none,allreduce,co2 --tau 4,12 --link 80gbps-tcp,1gbit@1ms"
-    assert main([*words.split(), "--csv", str(table), "--markdown", str(page)]) == 0
+    files = ["--csv", str(table), "--markdown", str(page), "--figure", str(figure)]
+    assert main([*words.split(), *files]) == 0
     rows = list(csv.DictReader(table.open()))
     assert len(rows) == 2 * 4 * 4, "2 links, 4 numbers of GPUs, co2 with two τ"
     assert [row["gpus"] for row in rows[:4]] == ["8", "16", "32", "96"]
     assert {float(row["of_limit"]) for row in rows if row["method"] == "none"} == {1}
     assert {float(row["scaling_ratio"]) for row in rows if row["gpus"] == "16"} == {1}
     assert "python -m co2.simulate --gpus 8..32,96" in page.read_text()
-    assert "exposed_share" in capsys.readouterr().out
-
-
-def test_a_figure(tmp_path):
-    pytest.importorskip("matplotlib")
-    assert main(["--gpus", "8..64", "--figure", str(tmp_path / "a.svg")]) == 0
-    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+    assert "exposed_share" in capsys.readouterr().out and figure.stat().st_size > 1000
+    assert main(["--paper", "--csv", str(table)]) == 0
+    assert "Simulated, not measured" in capsys.readouterr().out
+    rows = list(csv.DictReader(table.open()))
+    assert [float(row["paper"]) for row in rows] == list(paper_scaling.PAPER.values())
 
 
 @pytest.mark.parametrize(
     ("words", "start"),
     [
-        ("--gpus=0", "--gpus=0: must be a whole number"),
         ("--gpus=64..8", "--gpus=64..8: must end"),
         ("--gpus=12", "--gpus=12: must fill servers of 8"),
-        ("--gpus=1e3", "--gpus=1e3: must be"),
         ("--gpus=99999999999", "--gpus=99999999999: must be"),
-        ("--base-gpus=9", "--base-gpus=9: must fill"),
         ("--model=gpt2-smal", "--model=gpt2-smal: did you mean gpt2-small?"),
-        ("--method=co3", "--method=co3: "),
         ("--method=onebit_adam", "--method=onebit_adam: is not simulated, because what it sends"),
         ("--method=,", "--method=,: must name"),
-        ("--tau=0", "--tau=0: must be"),
-        ("--link=fast", "--link=fast: must be a rate"),
         ("--link=0mbit", "--link=0mbit: must be a rate"),
         ("--link=1gbit@soon", "--link=1gbit@soon: must have a latency"),
-        ("--inside=x", "--inside=x: must be a rate"),
-        ("--efficiency=0", "--efficiency=0.0: must be"),
-        ("--mfu=2", "--mfu=2: must be"),
         ("--step-time=nan", "--step-time=nan: must be"),
-        ("--units=many", "--units=many: must be"),
-        ("--bucket-mb=0", "--bucket-mb=0.0: must be"),
-        ("--backward-share=1.5", "--backward-share=1.5: must be"),
         ("--jitter=-1", "--jitter=-1.0: must be"),
         ("--stragglers=101%", "--stragglers=101: must be"),
-        ("--slowdown=0.5", "--slowdown=0.5: must be"),
-        ("--gpu=tpu", "--gpu=tpu: "),
-        ("--wire=fp8", "--wire=fp8: "),
         ("--csv=/dev/null/a.csv", "--csv=/dev/null/a.csv: cannot be written"),
-        ("--figure=/dev/null/a.svg", "--figure=/dev/null/a.svg: cannot be written"),
         ("--figure=a.doc", "--figure=a.doc: must end in one of"),
         ("--paper --figure=a.svg", "--figure=a.svg: is not drawn with --paper"),
+        ("--goodput --method=none", "--method=none: has no means"),
+        ("--goodput --paper", "--goodput=true: is not simulated with --paper"),
+        ("--mtbf-hours=inf", "--mtbf-hours=inf: must be"),
+        ("--restart-s=soon", "--restart-s=soon: must be"),
+        ("--checkpoint-s=0", "--checkpoint-s=0.0: must be"),
+        ("--failures=0", "--failures=0: must be"),
     ],
 )
 def test_a_bad_value_is_one_line(words, start, capsys):
@@ -460,8 +402,187 @@ def test_a_bad_value_is_one_line(words, start, capsys):
     assert shown.out == ""
 
 
-def test_an_unknown_flag_is_one_line(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--gpuz=8"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
+ROUND = Round(10.0, mean_s=0.5, state_s=2.0)
+FAULTS = Faults(3e4, repair_s=20, restart_s=5, detect_s=3, regroup_s=1, checkpoint_s=2)
+RARE_S = 1e14
+by_way = pytest.mark.parametrize("way", WAYS)
+
+
+@by_way
+@pytest.mark.parametrize("nodes", [2, 16, 16_384])
+def test_without_failures_nothing_is_lost(way: str, nodes: int) -> None:
+    never = replace(FAULTS, mtbf_s=RARE_S * nodes)
+    assert goodput(way, never, nodes, ROUND) == pytest.approx(1, abs=1e-6)
+    assert drawn_goodput(way, never, nodes, ROUND, 10) == pytest.approx(1, abs=1e-6)
+
+
+@by_way
+@pytest.mark.parametrize("nodes", [4, 64, 1024])
+@pytest.mark.parametrize("rounds", grid([3, 10, 100, 10_000], (3, 100).__contains__))
+@pytest.mark.parametrize("repair_s", [0.0, 25.0, 400.0])
+def test_closed_forms_against_drawn_failures(
+    way: str, nodes: int, rounds: int, repair_s: float
+) -> None:
+    """One failure in 10,000 rounds, up to one in three."""
+    mtbf_s = nodes * rounds * ROUND.seconds
+    faults = replace(FAULTS, mtbf_s=mtbf_s, repair_s=repair_s, restart_s=0.0)
+    drawn = drawn_goodput(way, faults, nodes, ROUND, 10_000, seed=1)
+    closed = goodput(way, faults, nodes, ROUND)
+    assert closed == pytest.approx(drawn, abs=0.02)
+    lost = max(1 - drawn, 1e-6)
+    if lost < 0.1:
+        assert 1 - closed == pytest.approx(lost, rel=0.06)
+
+
+def plain(way: str, faults: Faults, nodes: int, round_: Round, rounds: int) -> float:
+    """Round after round, with a lifetime drawn for every node, and nothing passed over."""
+    draw = random.Random(3)
+    fails = [draw.expovariate(1 / faults.mtbf_s) for _ in range(nodes)]
+    returns: list[float | None] = [None] * nodes
+    now = useful = 0.0
+    for _ in range(rounds):
+        end = now + round_.seconds
+        training = [i for i in range(nodes) if returns[i] is None]
+        pause, lost = 0.0, list[int]()
+        for i in sorted(training, key=lambda i: fails[i]):
+            if fails[i] < end + pause:
+                lost.append(i)
+                returns[i] = fails[i] + faults.detect_s + faults.repair_s + faults.restart_s
+                pause = max(pause, fails[i] + faults.detect_s - end)
+        come = [i for i, at in enumerate(returns) if at is not None and at <= end + pause]
+        for i in come:
+            returns[i] = None
+            fails[i] = end + pause + draw.expovariate(1 / faults.mtbf_s)
+        pause += faults.regroup_s if lost or come else 0
+        pause += round_.state_s if come else 0
+        pause += round_.mean_s if lost and way == ELASTIC else 0
+        useful += len(training) - len(lost) if way == ELASTIC or not lost else 0
+        now = end + pause
+    return useful * round_.seconds / (nodes * now)
+
+
+@pytest.mark.parametrize("way", [DISCARD, ELASTIC])
+@pytest.mark.parametrize(
+    ("nodes", "mtbf_s"),
+    grid([(2, 300.0), (5, 2_000.0), (20, 500.0)], lambda case: case[0] == 20),
+)
+def test_drawn_failures_against_plain_loops(way: str, nodes: int, mtbf_s: float) -> None:
+    faults = replace(FAULTS, mtbf_s=mtbf_s, detect_s=12.0)  # longer than a round
+    drawn = drawn_goodput(way, faults, nodes, ROUND, 10_000)
+    rounds = int(10_000 * mtbf_s / nodes / ROUND.seconds)
+    assert drawn == pytest.approx(plain(way, faults, nodes, ROUND, rounds), abs=0.02)
+
+
+def test_what_is_counted_is_settled() -> None:
+    """A thousand nodes fail once in 1,000 s and are away for as long: half of them are there, even
+    if few failures are drawn."""
+    faults = Faults(1e3, repair_s=1e3)
+    assert drawn_goodput(ELASTIC, faults, 1000, Round(1.0), 100) == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("ratio", [1e-3, 1e-4, 1e-6])
+def test_restart_at_the_optimum_is_the_known_approximation(ratio: float) -> None:
+    """1 − √(2δ/M), for small δ/M and without a downtime; terms of the order δ/M are left out."""
+    faults = Faults(1e6, checkpoint_s=1e6 * ratio)
+    assert restart_goodput(faults, 1) == pytest.approx(1 - math.sqrt(2 * ratio), abs=2 * ratio)
+    assert daly_s(1e6 * ratio, 1e6) == pytest.approx(1e6 * math.sqrt(2 * ratio), rel=ratio**0.5)
+
+
+@pytest.mark.parametrize("checkpoint_s", [0.1, 10.0, 300.0])
+@pytest.mark.parametrize("nodes", [1, 100])
+def test_no_interval_is_much_better_than_dalys(checkpoint_s: float, nodes: int) -> None:
+    faults = replace(FAULTS, checkpoint_s=checkpoint_s)
+    optimum_s = faults.interval_s(nodes)
+    chosen = restart_goodput(faults, nodes)
+    for factor in np.geomspace(0.1, 10, 41):
+        other = replace(faults, checkpoint_every_s=float(optimum_s * factor))
+        assert restart_goodput(other, nodes) <= chosen * (1 + 2e-3)
+    for factor in (0.5, 2):
+        other = replace(faults, checkpoint_every_s=optimum_s * factor)
+        assert restart_goodput(other, nodes) < chosen
+    assert daly_s(5.0, 2.0) == 2.0, "no time for more"
+
+
+def test_the_default_is_llama_3s() -> None:
+    """419 failures in 54 days, of 2,048 nodes."""
+    days = LLAMA_MTBF_HOURS / 24
+    assert days / 2048 * 419 == pytest.approx(54)
+    assert days == pytest.approx(263.9, abs=0.1)
+
+
+def test_which_methods_can_be_elastic() -> None:
+    for method in (*BLOCKING, *OVERLAPPED):
+        assert (ELASTIC in ways(method, 2)) == CATALOGUE[method].elastic
+        assert ways(method, 1) == (RESTART,)
+    assert ways("allreduce", 2) == ways("acco", 2) == (RESTART, DISCARD)
+
+
+def test_goodput_by_the_command_line(tmp_path: Path) -> None:
+    table = tmp_path / "a.csv"
+    words = "--goodput --gpus 8,1024,131072 --method allreduce,sparseloco,co2 --tau 4,48"
+    assert main([*words.split(), "--failures=100", f"--csv={table}"]) == 0
+    rows = list(csv.DictReader(table.open()))
+    assert len(rows) == 3 * (1 + 2 + 2)
+    for row in rows:
+        alone = row["gpus"] == "8"
+        assert (row["discard"] == "") == alone
+        assert (row["elastic"] == "") == (alone or row["method"] != "co2")
+        for way in WAYS:
+            assert (row[way] == "") == (row[f"{way}_drawn"] == "")
+            if row[way]:
+                assert 0 < float(row[way]) < 1
+                assert float(row[way]) == pytest.approx(float(row[f"{way}_drawn"]), abs=0.05)
+    for before, after in itertools.pairwise(rows[:3]):
+        assert float(before["restart"]) > float(after["restart"])
+
+
+STEPS, STEP_S, VECTOR_BYTES = 60, 0.1, 4_000_000
+
+
+def cell(method: str, mbit: str, workers: int = 2, slower: float = 1.0) -> dict[str, str]:
+    """What the laboratory would write if the simulator were right: the first step is not timed."""
+    rate = 1e12 if mbit == "unlimited" else float(mbit) * 1e6
+    found = simulate(
+        method=method,
+        workers=workers,
+        vector_bytes=VECTOR_BYTES,
+        step_s=STEP_S,
+        network=Network(Link(rate, efficiency=PAYLOAD_SHARE)),
+        steps=STEPS,
+        tau=12,
+    )
+    first_s = found.step_s if method == "allreduce" else STEP_S
+    train_s = (found.step_s * STEPS - first_s) * slower
+    return {
+        "workers": str(workers),
+        "mbit": mbit,
+        "method": method,
+        "throughput": str(workers * 8 * (STEPS - 1) / train_s),
+        "train_s": str(train_s),
+        "steps": str(STEPS),
+        "bytes_per_step": str(found.bytes_per_step),
+    }
+
+
+def test_a_right_simulator_has_no_error() -> None:
+    cells = [
+        cell(method, mbit, workers)
+        for workers in (2, 3, 4)
+        for mbit in ("5", "50", "unlimited")
+        for method in SIMULATED
+    ]
+    found = points(cells, tau=12)
+    assert len(found) == 3 * 2 * (len(SIMULATED) - 1)
+    for point in found:
+        assert point.error == pytest.approx(0, abs=1e-6), point
+
+
+def test_an_error_shows() -> None:
+    """And a method that is not simulated is left out."""
+    cells = [cell("none", "50"), cell("allreduce", "50"), cell("co2", "50", slower=1.1)]
+    cells.append({**cells[1], "method": "torchft_diloco"})
+    errors = {point.method: point.error for point in points(cells, tau=12)}
+    assert errors == {
+        "allreduce": pytest.approx(0, abs=1e-6),
+        "co2": pytest.approx(0.1),
+    }

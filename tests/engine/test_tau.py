@@ -17,8 +17,8 @@ from co2.methods.shared import local_method
 from co2.methods.shared.auto_tau import CHOICES, PATIENCE, START, WINDOW, AutoTau, choose
 from tests.cli.harness import pooled
 from tests.grids import OF_A_KIND, grid
-from tests.methods.driver import ROUNDS_OF, SETTINGS, Session, Snapshot, assert_same
-from tests.workers import Pool
+from tests.methods.driver import ROUNDS_OF, SETTINGS, Session, assert_same
+from tests.workers import Pool, everybody, replicas
 
 Figures = tuple[float, float, float]
 
@@ -80,52 +80,36 @@ def played(
     return rounds, auto.take_notices()
 
 
-def test_chosen_after_a_few_rounds() -> None:
-    rounds, notices = played(((1.0, 20.0, 0.3),), 1)
-    # Round 0 is no measure, three are measured, and one more brings the agreement.
-    assert rounds == [START] * (WINDOW + 2) + [24]
-    (line,) = notices
-    assert line.startswith(f"tau {START} → 24: ") and "24 steps hide it" in line
-
-
-def test_an_end_of_the_search_is_told() -> None:
-    _, (line,) = played(((0.001, 20.0, 0.9),), 1)
-    assert "192 steps cannot hide it" in line
-
-
 GOOD, LATE, LATER = (1.0, 10.0, 0.0), (1.0, 40.0, 0.2), (1.0, 80.0, 0.4)
-
-
-def test_it_rises_when_the_network_stays_slow() -> None:
-    rounds, notices = played((GOOD, GOOD, *(LATE,) * PATIENCE), 2 + PATIENCE)
-    assert rounds[-2:] == [12, 48] and set(rounds[:-1]) == {12}
-    assert len(notices) == 2
+ALLOWED, SLOWER = (1.0, 1.0, 0.14), (1.0, 4.0, 0.25)
 
 
 @pytest.mark.parametrize(
-    "script",
+    ("script", "share", "found", "why"),
     [
-        (GOOD, LATE, GOOD, LATE, GOOD),  # never twice in a row
-        (GOOD, (1.0, 40.0, 0.04), (1.0, 40.0, 0.04)),  # little is exposed
-        (GOOD, (1.0, 2.0, 0.2), (1.0, 2.0, 0.2)),  # exposed, but no longer round would help
-        (LATE, GOOD, GOOD, GOOD),  # it does not fall
+        (((1.0, 20.0, 0.3),), None, [START, 24], "24 steps hide it"),
+        (((0.001, 20.0, 0.9),), None, [START, 192], "192 steps cannot hide it"),
+        # It rises when the network stays slow, more than once.
+        ((GOOD, GOOD, *(LATE,) * PATIENCE), None, [12, 48], "48 steps hide it"),
+        ((GOOD, LATE, LATE, LATER, LATER), None, [12, 48, 96], "96 steps hide it"),
+        # It stays.
+        ((GOOD, LATE, GOOD, LATE, GOOD), None, [12], ""),  # never twice in a row
+        ((GOOD, (1.0, 40.0, 0.04), (1.0, 40.0, 0.04)), None, [12], ""),  # little is exposed
+        ((GOOD, (1.0, 2.0, 0.2), (1.0, 2.0, 0.2)), None, [12], ""),  # no longer round would help
+        ((LATE, GOOD, GOOD, GOOD), None, [START, 48], "48 steps hide it"),  # it does not fall
+        # A blocking method allows its share.
+        ((ALLOWED,) * 4, 0.1, [12], ""),
+        ((ALLOWED, SLOWER, SLOWER), 0.1, [12, 48], ""),
     ],
 )
-def test_it_stays(script: tuple[Figures, ...]) -> None:
-    rounds, notices = played(script, len(script))
-    assert len(notices) == 1 and len(set(rounds[WINDOW + 2 :])) == 1
-
-
-def test_it_rises_more_than_once() -> None:
-    rounds, _ = played((GOOD, LATE, LATE, LATER, LATER), 5)
-    assert sorted(set(rounds)) == [12, 48, 96]
-
-
-def test_a_blocking_method_allows_its_share() -> None:
-    allowed = (1.0, 1.0, 0.14)
-    assert played((allowed,) * 4, 4, share=0.1)[0][-1] == 12
-    slower = (1.0, 4.0, 0.25)
-    assert played((allowed, slower, slower), 3, share=0.1)[0][-1] == 48
+def test_what_it_chooses(
+    script: tuple[Figures, ...], share: float | None, found: list[int], why: str
+) -> None:
+    rounds, notices = played(script, len(script), share)
+    assert list(dict.fromkeys(rounds)) == found
+    # Round 0 is no measure, three are measured, and one more brings the agreement.
+    assert set(rounds[: WINDOW + 2]) == {START} and (found == [12] or rounds[-1] == found[-1])
+    assert why in notices[-1]
 
 
 def test_the_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,19 +130,16 @@ def test_the_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [pytest.approx((2.0, 6.0, share))]
 
 
-def agreed(rank: int, world: int) -> int:
-    """Replicas differ in what they find: rank r has steps of 1 + r s, means of 30 − 10 r s."""
+@replicas(3)
+def test_all_replicas_choose_alike(rank: int) -> None:
+    """Rank r has steps of 1 + r s and means of 30 − 10 r s. By the slowest step, 3 s, and the last
+    to join, 10 s: 6. Each for itself: 48, 12, 6."""
     auto = Scripted(co2.Mesh.world(device="cpu"))
     auto.script = ((1.0 + rank, 30.0 - 10.0 * rank, 0.0),)
     for _ in range(WINDOW + 2):
         auto.round_ends(CommTotals())
     auto.close()
-    return auto.tau
-
-
-def test_all_replicas_choose_alike(workers: Pool) -> None:
-    """By the slowest step, 3 s, and the last to join, 10 s: 6. Each for itself: 48, 12, 6."""
-    assert workers.run(agreed, 3) == [6, 6, 6]
+    assert auto.tau == 6
 
 
 SCRIPT = ((1.0, 2.0, 0.0), (1.0, 5.0, 0.1), (1.0, 5.0, 0.1))
@@ -175,53 +156,41 @@ class Plan(Session):
         self.method.auto.script = SCRIPT  # type: ignore[attr-defined]
 
 
-def lengths_of_rounds(
-    rank: int, world: int, name: str, own: dict[str, Any]
-) -> tuple[list[int], list[Snapshot]]:
-    session = Plan(rank, name, own)
-    lengths, history = [], []
-    for _ in range(STEPS):
-        lengths.append(session.method.tau)  # type: ignore[attr-defined]
-        session.step()
-        history.append(session.snapshot())
-    session.method.flush()
-    return lengths, history
-
-
-def by_hand(
-    rank: int, world: int, name: str, own: dict[str, Any], lengths: list[int]
-) -> list[Snapshot]:
-    session = Session(rank, name, {**SETTINGS[name], **own})
-    history = []
-    for length, after in zip(lengths, [*lengths[1:], lengths[-1]], strict=True):
-        session.method.config.tau = length
-        if session.method.steps + 1 - session.method.round_began == length:  # type: ignore
-            # A step that ends a round prepares the next, whose length it must know.
-            session.method.round_began += length - after  # type: ignore
-            session.method.config.tau = after
-        session.step()
-        history.append(session.snapshot())
-    session.method.flush()
-    return history
-
-
 FIXED = "streaming_diloco"
 LOCAL: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in ROUNDS_OF if name != FIXED]
 LOCAL.append(("co2", {"shard": True}))
 
 
+@replicas(2)
 @pytest.mark.parametrize(
-    "case", grid(LOCAL, lambda case: case[0] in (*OF_A_KIND, "sparseloco"), one=True), ids=str
+    ("name", "own"), grid(LOCAL, lambda case: case[0] in (*OF_A_KIND, "sparseloco"))
 )
-def test_auto_is_the_method_with_that_tau(workers: Pool, case: tuple[str, dict[str, Any]]) -> None:
-    (lengths, found), (same, _) = workers.run(lengths_of_rounds, 2, *case)
-    assert lengths == same and lengths[0] == 2 and set(lengths) > {2}
-    assert_same(found, workers.run(by_hand, 2, *case, lengths)[0])
+def test_auto_is_the_method_with_that_tau(rank: int, name: str, own: dict[str, Any]) -> None:
+    auto, lengths, expected = Plan(rank, name, own), [], []
+    for _ in range(STEPS):
+        lengths.append(auto.method.tau)  # type: ignore[attr-defined]
+        auto.step()
+        expected.append(auto.snapshot())
+    auto.method.flush()
+    first, second = everybody(lengths)
+    assert first == second and lengths[0] == 2 and set(lengths) > {2}
+    fixed = Session(rank, name, {**SETTINGS[name], **own})
+    for step, (length, after) in enumerate(zip(lengths, [*lengths[1:], lengths[-1]], strict=True)):
+        fixed.method.config.tau = length
+        if fixed.method.steps + 1 - fixed.method.round_began == length:  # type: ignore
+            # A step that ends a round prepares the next, whose length it must know.
+            fixed.method.round_began += length - after  # type: ignore
+            fixed.method.config.tau = after
+        fixed.step()
+        assert_same(expected[step], fixed.snapshot())
+    fixed.method.flush()
 
 
-def resumed_everywhere(rank: int, world: int, name: str, own: dict[str, Any]) -> None:
-    whole = Plan(rank, name, own)
-    saves, expected = [], []
+@replicas(2)
+@pytest.mark.parametrize("own", [{}, {"shard": True}])
+def test_resume_is_exact(rank: int, own: dict[str, Any]) -> None:
+    whole = Plan(rank, "co2", own)
+    saves = []
     for _ in range(STEPS):
         whole.step()
         state = {
@@ -232,9 +201,9 @@ def resumed_everywhere(rank: int, world: int, name: str, own: dict[str, Any]) ->
         file = io.BytesIO()
         torch.save(state, file)
         saves.append(file.getvalue())
-        expected.append(whole.snapshot())
+    expected = whole.snapshot()
     for done in range(3, STEPS, 4):
-        again = Plan(rank, name, own, seed=rank + 50)
+        again = Plan(rank, "co2", own, seed=rank + 50)
         state = torch.load(io.BytesIO(saves[done - 1]))
         again.net.load_state_dict(state["net"])
         again.optimizer.load_state_dict(state["optimizer"])
@@ -242,26 +211,14 @@ def resumed_everywhere(rank: int, world: int, name: str, own: dict[str, Any]) ->
         again.steps_done = done
         while again.steps_done < STEPS:
             again.step()
-        assert_same(again.snapshot(), expected[-1])
+        assert_same(again.snapshot(), expected)
         again.method.flush()
     whole.method.flush()
 
 
-@pytest.mark.parametrize(
-    "case",
-    grid(
-        [("local_sgd", {}), ("co2", {}), ("co2", {"shard": True})], [("co2", {})].__contains__, True
-    ),
-    ids=str,
-)
-def test_resume_is_exact(workers: Pool, case: tuple[str, dict[str, Any]]) -> None:
-    workers.run(resumed_everywhere, 2, *case)
-
-
-@pytest.mark.parametrize("method", ["co2", "slowmo"])
-def test_in_a_run(workers: Pool, tmp_path: Path, method: str) -> None:
+def test_in_a_run(workers: Pool, tmp_path: Path) -> None:
     """The decision stands in the metrics with its reason, and the console tells it."""
-    arguments = (f"method={method}", f"{method}.tau=auto", "train.steps=70", "toy.delay_s=0.002")
+    arguments = ("method=co2", "co2.tau=auto", "train.steps=70", "toy.delay_s=0.002")
     run = pooled(workers, 2, *arguments, "log.every=5", runs=tmp_path)
     assert run.status == 0, run.err
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]

@@ -76,8 +76,6 @@ class World:
         self.store_lost = False
         self.refused: dict[int, int] = defaultdict(int)
         """By process: how many of its next attempts to connect with the others fail."""
-        self.late = False
-        """Whether they fail when the others have connected with it."""
         self.broken_threads: set[tuple[int, str]] = set()
         """Processes and names of their threads, to which the store gives nonsense."""
         self.killed_connecting: set[int] = set()
@@ -443,7 +441,7 @@ def virtual(round_trip_s: float = 0.001, seed: int = 0) -> Iterator[World]:
         refused = world.refused[process] > 0
         world.refused[process] -= refused
         deadline = world.now + timeout.total_seconds()
-        if not refused or world.late:
+        if not refused:
             world.exchange(
                 name, rank, size, None, cut=lambda: meeting.were_cut or world.now > deadline
             )

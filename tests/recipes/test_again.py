@@ -1,37 +1,324 @@
-"""Values made once more: which, where, and how much they may differ."""
+"""Values that can be trusted: columns whose runs trained on and with the same, what `recipes check`
+finds, and values that are made once more."""
 
 import json
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from co2.errors import ConfigError
+from co2.program import python
+from co2.record import provenance
 from co2.record.folder import run_folder
+from co2.record.table import Table
 from recipes import __main__ as commands
 from recipes.recipe import Column, Recipe, Row
 from recipes.registry import RECIPES
-from recipes.runs import again, cells, measured
-from recipes.runs.cells import TrainCell
+from recipes.runs import again, cells, fingerprints, measured
+from recipes.runs.cells import TrainCell, composed_config
+from recipes.runs.check import check, hardware, summary
 from recipes.runs.collect import collect
+from recipes.tuning import tune
 from tests.cli.harness import contents
-from tests.recipes.test_fingerprints import place
 from tests.recipes.trained import trained
 
-__all__ = ["place"]
+LOSS = Column("toy", ("task=toy",), "final.loss", curve=False)
+ROWS = tuple(Row(name, (f"method={name}",)) for name in ("allreduce", "co2"))
+RECIPE = Recipe("small", "Small", "Text.", ROWS, (LOSS,), seeds=(0, 1))
+GOOD = {"data": "aa", "weights": "bb", "task": 1, "method": 1, "loss": 1.25}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def cell_of(row: str, seed: int) -> TrainCell:
+    cell = RECIPE.cell(RECIPE.row(row), LOSS, "smoke", seed)
+    assert isinstance(cell, TrainCell)
+    return cell
+
+
+def write(row: str, seed: int, value: float, **own: object) -> None:
+    """A finished run. Its fingerprint is that of its seed, with `data=None` it has none."""
+    folder = run_folder(cell_of(row, seed).config())
+    folder.mkdir(parents=True, exist_ok=True)
+    fingerprint = {**GOOD, "data": f"aa{seed}", **own}
+    known = {
+        "git": {"commit": "c" * 40, "dirty": False},
+        "hardware": {"cpu": "a cpu", "cores": 2, "gpus": []},
+        "packages": {"torch": "2.11.0"},
+        "fingerprint": {} if own.get("data", "") is None else fingerprint,
+    }
+    (folder / "manifest.json").write_text(json.dumps(known))
+    summary = {"final": {"loss": value}, "workers": 2, "steps": 9}
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def values() -> dict[tuple[str, str], float]:
+    lines = measured.read(Path("out/ours.csv"))
+    return {(line["row"], line["seed"]): float(line["value"]) for line in lines}
+
+
+def write_all(change: Callable[[str, int], dict[str, object]] = lambda row, seed: {}) -> None:
+    for row in RECIPE.rows:
+        for seed in RECIPE.seeds:
+            write(row.name, seed, 2.0, **change(row.name, seed))
+
+
+def test_a_value_tells_what_it_was_trained_on(place: Path) -> None:
+    write_all()
+    assert collect([RECIPE], Path("out"), "smoke") == (4, 0)
+    line = measured.read(Path("out/ours.csv"))[0]
+    assert line["fingerprint"] == "data aa0 weights bb task 1 method 1 loss 1.25"
+    assert line["torch"] == "2.11.0"
+    assert fingerprints.mixed(measured.read(Path("out/ours.csv"))) == []
+
+
+@pytest.mark.parametrize(
+    ("own", "why"),
+    [
+        ({"data": "zz"}, "data zz, others aa1"),
+        ({"weights": "zz"}, "weights zz, others bb"),
+        ({"task": 0}, "task version 0, others 1"),
+        ({"loss": 1.26}, "loss 1.26, others 1.25"),
+    ],
+)
+def test_a_column_is_not_mixed(
+    place: Path, own: dict[str, object], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It keeps what was there; a line says what to run, and with --mixed all is taken."""
+    three = Row("co2_keep", ("method=co2_keep",))
+    recipe = Recipe("small", "Small", "Text.", (*ROWS, three), (LOSS,), seeds=(0, 1))
+    write_all()
+    assert collect([RECIPE], Path("out"), "smoke") == (4, 0)
+    write_all(lambda row, seed: own if (row, seed) == ("co2", 1) else {})
+    made = run_folder(recipe.cell(three, LOSS, "smoke", 1).config())
+    made.parent.mkdir(parents=True)
+    run_folder(cell_of("allreduce", 1).config()).rename(made)
+    write("allreduce", 1, 3.0)
+    with pytest.raises(ConfigError) as refused:
+        collect([recipe], Path("out"), "smoke")
+    assert str(refused.value).startswith("collect=small: toy: would mix runs that did not")
+    assert values() == dict.fromkeys(values(), 2.0) and len(values()) == 4
+    words = "task=toy scale=smoke method=co2 train.seed=1 runs=results/runs/recipes"
+    assert capsys.readouterr().err == (
+        f"small: toy: co2, seed 1: {why}; again: {python()} train.py {words} "
+        "log.wandb=disabled resume=never\n"
+    )
+    assert collect([recipe], Path("out"), "smoke", mixed=True) == (5, 0)
+    assert values()["allreduce", "1"] == 3.0
+
+
+def test_versions_of_methods_are_those_of_a_method(place: Path) -> None:
+    """Another method has its own; and so have batches of another number of workers."""
+    write_all(lambda row, seed: {"method": 2} if row == "co2" else {})
+    assert collect([RECIPE], Path("out"), "smoke") == (4, 0)
+    write_all(lambda row, seed: {"method": 2} if (row, seed) == ("co2", 0) else {})
+    lines = measured.read(Path("out/ours.csv"))
+    other = {**lines[0], "command": f"{lines[0]['command']} launch.workers=4", "workers": "4"}
+    other["fingerprint"] = lines[0]["fingerprint"].replace("aa0", "cc")
+    assert fingerprints.mixed([*lines, other]) == []
+    with pytest.raises(ConfigError):
+        collect([RECIPE], Path("out"), "smoke")
+
+
+def test_a_column_is_made_anew_as_a_whole(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Until its last run is there, it keeps the values that tell nothing of their data."""
+    write_all(lambda row, seed: {"data": None})
+    collect([RECIPE], Path("out"), "smoke")
+    for number, (row, seed) in enumerate((r.name, s) for r in ROWS for s in RECIPE.seeds):
+        write(row, seed, 3.0)
+        if number < 3:
+            with pytest.raises(ConfigError):
+                collect([RECIPE], Path("out"), "smoke")
+            assert set(values().values()) == {2.0}
+            said = capsys.readouterr().err
+            assert "co2, seed" in said and "no fingerprint, and others of the column have" in said
+    assert collect([RECIPE], Path("out"), "smoke") == (4, 0) and set(values().values()) == {3.0}
+
+
+@pytest.mark.parametrize("words", [["run", "table2"], ["tune", "toy", "co2"]])
+def test_a_dirty_tree_is_not_recorded(
+    place: Path,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(provenance, "git", lambda: {"commit": "c" * 40, "dirty": True})
+    monkeypatch.setattr(commands, "run", lambda *_: 0)
+    monkeypatch.setattr(cells, "run", lambda *_: {})
+    monkeypatch.setattr(tune, "_conclude", lambda *_: True)
+    assert commands.main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: git=dirty: ") and "give --dirty" in said
+    assert not list(place.iterdir()), "nothing is begun"
+    assert commands.main([*words, "--dirty"]) == 0
+    monkeypatch.setattr(provenance, "git", lambda: {"commit": "c" * 40, "dirty": False})
+    assert commands.main(words) == 0
+
+
+TEXT = "data aa weights bb task 1 method 1 loss 1.25"
+COMMAND = "python train.py task=toy scale=smoke method={} train.seed={}"
+Change = Callable[[str, int], dict[str, str]]
+HEAD = provenance.git().get("commit", "")[:7]
+in_a_repository = pytest.mark.skipif(not HEAD, reason="asks a git repository for commits")
+
+
+def write_values(change: Change) -> None:
+    """Four values of a clean commit, of which some are otherwise."""
+    none = dict.fromkeys(measured.LINE, "")
+    lines = []
+    for row in ("allreduce", "co2"):
+        for seed in (0, 1):
+            key = {"recipe": "small", "row": row, "column": "toy", "scale": "smoke"}
+            run = {"command": COMMAND.format(row, seed), "workers": "2", "hardware": "a cpu"}
+            run |= {"fingerprint": TEXT.replace("aa", f"aa{seed}"), "commit": HEAD}
+            lines.append({**none, **key, "seed": str(seed), **run, **change(row, seed)})
+    measured.write(Path("out/ours.csv"), lines)
+
+
+@in_a_repository
+def test_good_values_pass(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_values(lambda row, seed: {})
+    assert check([RECIPE], Path("out"), "smoke", tuned=False) == []
+    assert list(hardware([RECIPE], Path("out"), "smoke")) == []
+    monkeypatch.setitem(RECIPES, "small", RECIPE)
+    assert commands.main(["check", "small", "--out", "out"]) == 0
+    write_values(lambda row, seed: {"hardware": "another"} if seed else {})
+    assert check([RECIPE], Path("out"), "smoke", tuned=False) == []
+    (note,) = hardware([RECIPE], Path("out"), "smoke")
+    assert "2 of a cpu, 2 of another" in note
+    write_values(lambda row, seed: {"commit": "0123abc"})
+    assert commands.main(["check", "small", "--out", "out"]) == 1
+
+
+@in_a_repository
+@pytest.mark.parametrize(
+    ("kind", "own", "why"),
+    [
+        ("fingerprint", {"fingerprint": ""}, "no fingerprint"),
+        ("fingerprint", {"fingerprint": TEXT.replace("aa", "zz")}, "data zz, others aa1"),
+        (
+            "fingerprint",
+            {"fingerprint": TEXT.replace("aa", "aa1").replace("task 1", "task 9")},
+            "task version 9, today 1",
+        ),
+        ("commit", {"commit": "0123abc"}, "commit 0123abc is not in this repository"),
+        ("commit", {"commit": f"{HEAD}-dirty"}, f"from a tree with changes ({HEAD}-dirty)"),
+    ],
+)
+def test_a_value_to_make_again(place: Path, kind: str, own: dict[str, str], why: str) -> None:
+    three = replace(RECIPE, rows=(*ROWS, replace(ROWS[0], name="same")))
+    write_values(lambda row, seed: own if (row, seed) == ("co2", 1) else {})
+    lines = measured.read(Path("out/ours.csv"))
+    same = [{**line, "row": "same"} for line in lines if line["row"] == "allreduce"]
+    measured.write(Path("out/ours.csv"), [*lines, *same])
+    (found,) = check([three], Path("out"), "smoke", tuned=False)
+    again = f"{python()} train.py task=toy scale=smoke method=co2 train.seed=1 resume=never"
+    assert str(found) == f"{kind}: small: toy: co2, seed 1: {why}; again: {again}"
+    assert summary([found, found]) == f"2 findings: 2 {kind}"
+
+
+WINNER = """# @package _global_
+# Written by: python -m recipes tune toy co2 --trials 2
+# Fingerprint: data aa weights bb task 1 method 1 loss 1.25
+optim:
+  lr: 0.05
+co2:
+  outer_lr: 0.7
+"""
+
+
+def trial(number: int, rung: int, loss: float, **own: str) -> dict[str, str]:
+    key = {"task": "toy", "method": "co2", "tau": "12", "average_moments": "", "scale": "smoke"}
+    settings = f"optim.lr=0.0{number} co2.outer_lr=0.7"
+    run = {"commit": HEAD, "fingerprint": TEXT, "settings": settings}
+    figures = {"trial": str(number), "rung": str(rung), "loss": str(loss)}
+    return {**dict.fromkeys(tune.FIELDS, ""), **key, **run, **figures, **own}
+
+
+def write_search(*more: dict[str, str], winner: str = WINNER) -> None:
+    folder = cells.APP.conf / "tuned"
+    for task in folder.glob("*/"):
+        shutil.rmtree(task)
+    (folder / "toy").mkdir()
+    (folder / "toy" / "co2.yaml").write_text(winner)
+    lines = [trial(4, 15, 3.0), trial(5, 15, 2.0), trial(5, 60, 1.0), trial(4, 60, 2.0)]
+    Table.of_records([*lines, *more], tune.FIELDS).write_csv(Path("out/tuning.csv"))
+
+
+@pytest.fixture
+def conf(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(cells.APP.conf, place / "conf")
+    monkeypatch.setattr(cells, "APP", replace(cells.APP, conf=place / "conf"))
+    composed_config.cache_clear()
+
+
+@in_a_repository
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("Written by", "By hand, after", "winner: {}: written by hand; again: {}"),
+        (
+            "0.05",
+            "0.04",
+            "winner: {}: not the winner of its search, optim.lr=0.05 co2.outer_lr=0.7;",
+        ),
+        ("toy co2", "toy slowmo", "winner: {}: results/tuning.csv has no trials of it; again: {}"),
+        (
+            "optim:",
+            "# Nothing was tried beyond the winner's co2.outer_lr.\noptim:",
+            "border: {}: co2.outer_lr at the border of a space that was not widened; again: {}",
+        ),
+        ("data aa weights bb task 1 method 1 loss 1.25", "unknown", "fingerprint: {}: no finger"),
+        ("method 1", "method 0", "fingerprint: {}: tuned on other versions than today's; again"),
+    ],
+)
+def test_a_winner_to_tune_again(conf: None, old: str, new: str, line: str) -> None:
+    write_search()
+    assert check([], Path("out"), "smoke") == []
+    write_search(winner=WINNER.replace(old, new))
+    (found,) = check([], Path("out"), "smoke")
+    python_m = f"{python()} -m recipes tune toy "
+    assert str(found).startswith(line.format("conf/tuned/toy/co2.yaml", python_m))
+
+
+@in_a_repository
+def test_searches_to_make_again(conf: None) -> None:
+    """With fewer trials than others, of a commit that is not here, or of other data."""
+    slow = {"method": "slowmo"}
+    small = trial(4, 15, 3.0, **slow)
+    others = [trial(n, 15, 3.0, method="diloco") for n in (4, 5)]
+    write_search(small, *others)
+    (found,) = check([], Path("out"), "smoke")
+    assert str(found).startswith("trials: tuning toy slowmo τ=12: 1 short trials, other searches 2")
+    write_search(small, trial(5, 15, 3.0, **slow, commit="0123abc"), *others)
+    (found,) = check([], Path("out"), "smoke")
+    assert str(found).startswith("commit: tuning toy slowmo τ=12: 1 trials commit 0123abc is not")
+    bad = trial(5, 15, 3.0, **slow, fingerprint=TEXT.replace("aa", "zz"))
+    write_search(small, bad, *others)
+    (found,) = check([], Path("out"), "smoke")
+    assert str(found).startswith("fingerprint: tuning toy slowmo τ=12: data zz, others aa; again")
+    assert str(found).endswith(" -m recipes tune toy slowmo --trials 2")
+
+
+AGAIN = ("again", "small", "--out", "out", "--cells")
 SHORT = ("task=toy", "train.steps=4", "train.eval_every=4", "checkpoint.every=0")
-COLUMNS = (
+AGAIN_COLUMNS = (
     Column("toy", SHORT, "final.loss", curve=False),
     Column("speed", SHORT, "throughput", curve=False),
     Column("started", (*SHORT, "init_from=elsewhere"), "final.loss", curve=False),
 )
-ROWS = tuple(Row(name, (f"method={name}",)) for name in ("allreduce", "co2"))
-AGAIN = ("again", "small", "--out", "out", "--cells")
-RECIPE = Recipe("small", "Small", "Text.", ROWS, COLUMNS[:2], seeds=(0, 1, 2))
+AGAIN_RECIPE = Recipe("small", "Small", "Text.", ROWS, AGAIN_COLUMNS[:2], seeds=(0, 1, 2))
 
 
-def write(wanted: Iterable[TrainCell]) -> dict[TrainCell, int]:
+def write_runs(wanted: Iterable[TrainCell]) -> dict[TrainCell, int]:
     """In place of trainings: their losses are those of their seeds."""
     for cell in wanted:
         config = cell.config()
@@ -51,11 +338,11 @@ def write(wanted: Iterable[TrainCell]) -> dict[TrainCell, int]:
 @pytest.fixture
 def recorded(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Values of runs that were never made, as those that are made again."""
-    monkeypatch.setattr(cells, "run", write)
+    monkeypatch.setattr(cells, "run", write_runs)
     monkeypatch.setattr(os, "nice", lambda more: 0)
-    monkeypatch.setitem(RECIPES, "small", RECIPE)
-    write(cell for *_, cell in RECIPE.cells("smoke") if isinstance(cell, TrainCell))
-    assert collect([RECIPE], Path("out"), "smoke") == (12, 0)
+    monkeypatch.setitem(RECIPES, "small", AGAIN_RECIPE)
+    write_runs(cell for *_, cell in AGAIN_RECIPE.cells("smoke") if isinstance(cell, TrainCell))
+    assert collect([AGAIN_RECIPE], Path("out"), "smoke") == (12, 0)
     return place
 
 
@@ -78,7 +365,7 @@ def test_a_training_comes_out_again(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a folder of its own, with nothing recorded; throughput is not compared."""
-    recipe = replace(RECIPE, seeds=(0, 1))
+    recipe = replace(AGAIN_RECIPE, seeds=(0, 1))
     monkeypatch.setattr(cells, "run", lambda wanted: trained(wanted, place)[0])
     monkeypatch.setattr(os, "nice", lambda more: 0)
     monkeypatch.setitem(RECIPES, "small", recipe)
@@ -115,13 +402,13 @@ def test_how_much_a_value_may_differ(recorded: Path, capsys: pytest.CaptureFixtu
 
 def test_draws_repeat(recorded: Path) -> None:
     def names(seed: int) -> list[str]:
-        drawn = again.draw([RECIPE], Path("out"), "smoke", 2, seed, Path("runs"))
+        drawn = again.draw([AGAIN_RECIPE], Path("out"), "smoke", 2, seed, Path("runs"))
         return [one.cell.command for one in drawn]
 
     assert names(0) == names(0) and len({*names(0)}) == 2
     assert len({tuple(names(seed)) for seed in range(9)}) > 1
-    started = Recipe("small", "Small", "Text.", ROWS, COLUMNS[2:])
-    write(cell for *_, cell in started.cells("smoke") if isinstance(cell, TrainCell))
+    started = Recipe("small", "Small", "Text.", ROWS, AGAIN_COLUMNS[2:])
+    write_runs(cell for *_, cell in started.cells("smoke") if isinstance(cell, TrainCell))
     assert collect([started], Path("out"), "smoke") == (6, 0)
     assert not again.draw([started], Path("out"), "smoke", 2, 0, Path("runs"))
 

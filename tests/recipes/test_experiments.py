@@ -1,39 +1,55 @@
-"""Experiments with trials, functions in place of runs, or tables of their own."""
+"""Experiments with trials, functions in place of runs, or tables of their own; the studies behind
+"does CO2 match AllReduce?"; and cells, which are trained as by train.py."""
 
-import copy
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from co2.config import Optimizer, Validation
+from co2.errors import DIVERGED, ConfigError
 from co2.record.folder import run_folder
 from recipes.faults import goodput
-from recipes.recipe import Recipe, Row
+from recipes.paper import table4, tau_sweep
+from recipes.recipe import Recipe, Row, Rows
 from recipes.runs import cells, functions, measured
-from recipes.runs.cells import TrainCell, composed_config, own_words
+from recipes.runs.cells import TrainCell, composed_config, own_words, run
 from recipes.runs.collect import collect
 from recipes.runs.functions import FunctionCell, FunctionColumn
 from recipes.runs.laboratory import LabCell
 from recipes.runs.ledger import doubled_and_left_out
+from recipes.signs.zero_one_volume import (
+    BITS,
+    KAPPA,
+    LONGEST,
+    TRAININGS,
+    Training,
+    allreduce,
+    onebit_adam,
+    zero_one_adam_,
+)
 from recipes.studies import (
     digits,
     fashion,
     field,
+    gap,
     glue,
     kept_progress,
-    kept_variants,
-    quality,
+    rates,
+    rounds,
     time_to_loss,
 )
-from recipes.tables import layout
-from recipes.tuning.tuning import TUNING_SEED
-from tests.recipes.lab_run import write_run
+from recipes.tables.methods import STEADY_GAP
+from recipes.tuning.tuning import TUNING_SEED, TunedRecipe
+from tests.cli.harness import TOY, assert_same_run, cli
+from tests.recipes.test_laboratory import write_run
+from tests.recipes.trained import trained
+from tests.reference.zero_one_adam import exchanges, refreshes
 
 FIRST = time_to_loss.FIRST.name
-PLACE = "gpt2, τ = 12, 2 replicas"
 
 
 @pytest.fixture
@@ -59,18 +75,6 @@ def write_summary(cell: object, loss: float) -> None:
     folder = run_folder(cell.config())
     folder.mkdir(parents=True)
     (folder / "summary.json").write_text(json.dumps({"final": {"loss": loss}}))
-
-
-def test_what_was_tuned_is_read_from_the_commands() -> None:
-    ours = [
-        {"row": row, "column": PLACE, "seed": "0", "value": "5", "command": command}
-        for row in ("AllReduce", "DiLoCo")
-        for command in (f"python train.py tuned=true  # optim.lr=0.004 {row.lower()}.x=true",)
-    ]
-    (table,) = kept_progress.chosen(ours, [])
-    assert [*table.rows[1]][:2] == ["DiLoCo", "lr 0.004, x true"]
-    assert len(table.rows) == 2, "what has no value is not listed"
-    assert list(kept_progress.chosen([], [])) == []
 
 
 def test_two_replicas_and_four_see_as_many_samples() -> None:
@@ -109,31 +113,6 @@ def test_a_function_is_a_run_like_others(place: Path) -> None:
     assert lines[1].startswith("1 trainings")
 
 
-def test_variants_are_what_their_names_tell() -> None:
-    recipe = kept_variants.RECIPE
-    for name, variant in kept_variants.VARIANTS.items():
-        cell = recipe.cell(recipe.row(name), recipe.columns[0], "smoke", 2)
-        assert isinstance(cell, FunctionCell)
-        assert kept_variants.variant_of(cell) == variant
-    commands = {cell.command for *_, cell in recipe.cells("smoke")}
-    assert len(commands) == len(kept_variants.VARIANTS) * 3
-
-
-@pytest.mark.slow  # trains a whole study's model three times
-def test_a_variant_is_simulated() -> None:
-    """The share of progress that is kept matters only where a mean arrives late."""
-    config = copy.deepcopy(kept_variants.config(18, 0))
-    config.train.batch_size = 2
-
-    def loss(variant: kept_variants.Variant) -> float:
-        return kept_variants.Simulation(config, variant).run()
-
-    blocking = loss(kept_variants.Variant(delay=0))
-    assert loss(kept_variants.Variant(delay=0, kept=0.5)) == blocking, "no progress meanwhile"
-    late = loss(kept_variants.Variant(delay=3))
-    assert loss(kept_variants.Variant(delay=3, kept=0.5)) != late != blocking
-
-
 def test_digits_train_under_every_row(tmp_path: Path) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
@@ -146,22 +125,6 @@ def test_digits_train_under_every_row(tmp_path: Path) -> None:
             assert 0 < final["cross_entropy"] < 2.2, "guessing has 2.3"
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_digits_say_whether_the_effect_shows() -> None:
-    def rows(without: Sequence[float], aware: Sequence[float]) -> list[dict[str, str]]:
-        return [
-            {"row": name, "column": "sgd, cross-entropy", "value": str(value)}
-            for name, values in ((digits.NONE, without), (digits.GAP_AWARE, aware))
-            for value in values
-        ]
-
-    effect, simulation = digits.verdicts(rows([1.0, 1.2], [0.2, 0.3]), [])
-    assert effect.rows == [("sgd", "0.850", "0.212", "yes")]
-    assert ("sgd", digits.NONE, "1.100 ± 0.141", "1.5 ± 0.6") in simulation.rows
-    effect, _ = digits.verdicts(rows([0.4, 0.2], [0.2, 0.3]), [])
-    assert effect.rows[0][3] == "no"
-    assert list(digits.verdicts([], [])) == []
 
 
 def test_fashion_is_chosen_and_shown_on_different_images() -> None:
@@ -185,22 +148,6 @@ def test_fashion_is_chosen_and_shown_on_different_images() -> None:
     assert recipe.trials.columns[0].value(summary) == 12.5
 
 
-def test_quality_counts_the_seeds_that_reach_the_goal() -> None:
-    language = f"GPT-2, {quality.ENTROPY}"
-    values = {"ViT, top-1 %": (90.0, 89.9), language: (99.9, 100.0, 20.0)}
-    ours = [
-        {"row": "CO2, steady gap", "column": column, "seed": str(seed), "value": str(value)}
-        for column, own in {**values, "ViT, waiting for data %": (1.0, 2.0)}.items()
-        for seed, value in enumerate(own)
-    ]
-    goals, waiting = quality.tables(ours, [])
-    assert [*goals.head] == ["method", "ViT, top-1 % ≥ 90", f"{language} < 100"]
-    assert goals.rows == [["CO2, steady gap", "1 of 2", "2 of 3"]]
-    assert waiting.rows == [["CO2, steady gap", "1.5"]]
-    summary = {"final": {"loss": 4.0}, "baselines": {"unigram_entropy": 5.0}}
-    assert quality.RECIPE.column(language).value(summary) == 80
-
-
 def test_the_field_counts_rounds_and_takes_shares_of_the_limit(place: Path) -> None:
     told = {"task": "gpt2", "steps": 480}
     assert cells.rounds({**told, "method": "allreduce"}) == 480
@@ -220,9 +167,6 @@ def test_the_field_counts_rounds_and_takes_shares_of_the_limit(place: Path) -> N
     assert collect([field.RECIPE], place, "smoke") == (2, 0)
     values = {(r["row"], r["column"]): float(r["value"]) for r in measured.read(place / "ours.csv")}
     assert values == {("onebit_adam", where): 25, ("no communication", where): 100}
-    (table,) = layout.tables(field.RECIPE, measured.read(place / "ours.csv"), [], "smoke")
-    assert [row[0] for row in table.rows] == ["onebit_adam", "no communication"]
-    assert [row[1] for row in table.rows] == ["25.0", "100.0"]
 
 
 def test_time_to_a_loss_is_taken_from_the_evaluations(place: Path) -> None:
@@ -375,3 +319,275 @@ def test_a_fine_tuning_starts_from_the_run_of_its_row(place: Path) -> None:
         starts = [word for word in cell.overrides if word.startswith("init_from=")]
         assert starts == ([] if row is glue.NEW else [f"init_from={made[-1]}"])
     assert len(made) == len(set(made)) == 5, "each row has a pre-training of its own"
+
+
+def cell(runs: Path, *overrides: str) -> TrainCell:
+    return TrainCell((*TOY, "train.steps=12", f"runs={runs}", *overrides))
+
+
+def test_cells_are_the_runs_of_train_py_and_a_failed_one_loses_no_other(tmp_path: Path):
+    runs = tmp_path / "runs"
+    good = cell(runs, "method=co2", "co2.tau=3", "launch.workers=2")
+    diverges = cell(runs, "method=local_sgd", "optim.lr=1e30", "launch.workers=2")
+    alone = cell(runs, "method=slowmo", "launch.workers=1")
+    last = cell(runs, "method=allreduce", "launch.workers=2")
+    failed, lines = trained([good, diverges, alone, good, last], tmp_path)
+    assert failed == {diverges: DIVERGED}
+    assert [c.summary() is not None for c in (good, diverges, alone, last)] == [1, 0, 1, 1]
+    assert lines[0].startswith("1 runs of 1 workers") and "3 runs of 2 workers" in lines[1]
+    assert any("failed with exit status 65" in line and "lr=1e30" in line for line in lines)
+
+    failed, lines = trained([good, alone, last], tmp_path)
+    assert failed == {}
+    assert lines == [], "nothing is trained twice"
+
+    for c in (good, last):
+        overrides = [o for o in c.overrides if not o.startswith("runs=")]
+        by_hand = cli(*overrides, runs=tmp_path / "by_hand" / c.config().method)
+        assert_same_run(run_folder(c.config()), by_hand.folder)
+
+    settings = run_folder(good.config()) / "config.yaml"
+    settings.write_text(settings.read_text().replace("  steps: 12\n", "  steps: 13\n"))
+    with pytest.raises(ConfigError, match=r"holds a run with train\.steps=13"):
+        good.summary()
+
+
+def test_a_cell_may_start_from_the_run_of_one_before_it(tmp_path: Path):
+    """And is refused where that one has failed, which stops no other."""
+    runs = tmp_path / "runs"
+    first = cell(runs, "method=co2", "launch.workers=2")
+    start = f"init_from={run_folder(first.config())}"
+    second = cell(runs, "method=allreduce", "launch.workers=2", start)
+    lost = cell(runs, "method=allreduce", "launch.workers=2", f"init_from={tmp_path / 'none'}")
+    failed, _ = trained([first, second, lost], tmp_path)
+    assert list(failed) == [lost]
+    assert first.summary() is not None and second.summary() is not None
+
+
+def test_a_cell_that_cannot_be_run_is_refused_before_any_is(tmp_path: Path):
+    good = cell(tmp_path / "runs", "method=co2", "launch.workers=2")
+    with pytest.raises(ConfigError, match="nothing"):
+        run([good, cell(tmp_path / "runs", "method=nothing")])
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_takes_each_key_once_and_no_other_methods_words() -> None:
+    column = (
+        "task=vit",
+        "slowmo.tau=48",
+        "co2_keep.tau=48",
+        "co2_keep.delay=12",
+        "comm.dtype=bf16",
+    )
+    assert own_words((*column, "method=co2_keep", "co2_keep.delay=null")) == (
+        *("task=vit", "co2_keep.tau=48", "co2_keep.delay=null", "comm.dtype=bf16"),
+        "method=co2_keep",
+    )
+    assert own_words((*column, "method=allreduce")) == (
+        *("task=vit", "comm.dtype=bf16", "method=allreduce"),
+    )
+
+
+def halving(step: int) -> float:
+    return 0.5 ** (step // 100)
+
+
+def test_a_training_by_hand() -> None:
+    training = Training(400, 60, 40, halving, "made up")
+    assert allreduce(training).bits == 16 * 400
+    assert onebit_adam(training).bits == 16 * 60 + 340
+    sent = zero_one_adam_(training)
+    # 100 steps of interval 1, then 2, 4 and 8; refreshes at 0 to 16, then at 18, 20 … 38.
+    assert sent.rounds == 100 + 50 + 25 + 13
+    assert sent.bits == 16 * (17 + 11) + sent.rounds
+
+
+@pytest.mark.parametrize("name", ["BERT-large", "ImageNet"])
+def test_a_published_training_is_the_union_of_its_steps(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.reference.zero_one_adam.HORIZON", 30_000)
+    training = TRAININGS[name]
+    short = Training(20_000, training.freeze_step, 9_000, training.lr, "")
+    due_v = refreshes(short.warmup, KAPPA)
+    due_u = [t for t in exchanges(short.warmup, 10**9, LONGEST) if t < short.steps]
+    sent = zero_one_adam_(short)
+    assert set(due_v) <= set(due_u)
+    assert sent.rounds == len(due_u)  # up to here no rate has halved
+    assert sent.bits == BITS * len(due_v) + len(due_u)
+
+
+CO2 = STEADY_GAP.name
+STUDIES = {
+    recipe.name: recipe for recipe in (rounds.RECIPE, gap.RECIPE, tau_sweep.RECIPE, table4.RECIPE)
+}
+BEGIN = {
+    "rounds": ("AllReduce",),
+    "gap": ("none, β 0.4, α 1", "gap_aware_steady, β 0, α 1"),
+    "tau_sweep": ("AllReduce", f"{CO2}, τ = 24"),
+    "table4": (),
+}
+"""Of some of their trials' names."""
+
+
+def lines(values: Mapping[tuple[str, str], tuple[float, ...]]) -> Rows:
+    """Rows of ours.csv by names of row and column, with a value for each seed."""
+    return [
+        {"row": row, "column": column, "seed": str(seed), "value": str(value)}
+        for (row, column), own in values.items()
+        for seed, value in enumerate(own)
+    ]
+
+
+def write_trials(trials: Recipe, losses: Mapping[str, float], begin: tuple[str, ...] = ()) -> None:
+    """A value for every trial whose name begins so, or for all; 9 where none is given."""
+    write_ours(
+        [
+            line(trials, row.name, column.name, TUNING_SEED, losses.get(row.name, 9.0))
+            for row, column in trials.places("smoke")
+            if row.name.startswith(begin or "")
+        ]
+    )
+
+
+def words(recipe: TunedRecipe, row: str, column: str, scale: str = "smoke") -> tuple[str, ...]:
+    """The overrides of a run."""
+    cell = recipe.cell(recipe.row(row), recipe.column(column), scale, 0)
+    assert isinstance(cell, TrainCell)
+    return cell.overrides
+
+
+def test_a_row_multiplies_what_its_column_gives() -> None:
+    column = ("task=gpt2", "optim.lr=2.5e-3", "train.steps=960")
+    assert own_words((*column, "method=co2", "optim.lr=×2", "train.steps=×1.5")) == (
+        *("task=gpt2", "optim.lr=0.005", "train.steps=1440", "method=co2"),
+    )
+    assert own_words((*column, "train.steps=×1")) == (
+        "task=gpt2",
+        "optim.lr=2.5e-3",
+        "train.steps=960",
+    )
+    with pytest.raises(KeyError):
+        own_words(("optim.lr=×2",))
+
+
+def test_gaps_by_rounds(tmp_path: Path) -> None:
+    """AllReduce's own losses are others' after more rounds; methods, seeds and budgets are missing.
+
+    CO2 after 100, 300 and 1,000 rounds is where AllReduce is after 25, 100 and 300, but for a seed
+    of its own that AllReduce has not; Local SGD is better after 300 rounds than AllReduce ever.
+    """
+    allreduce = {25: 4.0, 100: 3.5, 300: 3.0, 1000: 2.5}
+    values = {(rounds.ALLREDUCE, rounds.name(r)): (loss,) * 3 for r, loss in allreduce.items()}
+    values[CO2, rounds.name(100)] = (4.0, 4.0, 4.0, 9.0)
+    values[CO2, rounds.name(300)] = (3.5, 3.5, 3.5)
+    values[CO2, rounds.name(1000)] = (2.95, 3.0, 3.05)
+    values["Local SGD", rounds.name(300)] = (2.4,)
+    steps, ahead = rounds.tables(lines(values), [])
+    found = {row[0]: row[1:] for row in steps.rows}
+    assert set(found) == {CO2, "Local SGD"}
+    assert found[CO2][0] == "—"
+    for cell, x in zip(found[CO2][1:], ("4.00", "3.00", "3.3"), strict=True):
+        assert str(cell).startswith(x) and "†" not in str(cell)
+    assert "has 4 points (25, 100, 300, 1,000 rounds)" in steps.text
+    few = {place: own for place, own in values.items() if place != (rounds.ALLREDUCE, "25 rounds")}
+    more = lines(few | {(rounds.ALLREDUCE, rounds.name(800)): (2.6,)})
+    assert "4 points, fewer of some seeds (100, 300, 800" in next(rounds.tables(more, [])).text
+    # From 300 to 1,000 rounds 0.5; 0.1 further, a fifth of the way: 1,000 · (10 / 3)^0.2.
+    assert found["Local SGD"] == ("—", "—", f"{0.3 * (3 / 10) ** 0.2:.2f}†", "—")
+    of_both = {row[0]: [str(cell) for cell in row[1:]] for row in ahead.rows}
+    assert "Local SGD" not in of_both, "it has no training of the longest kind"
+    # 3.32^b with b = ln(3 / 2.5) / ln(10 / 3): x is 10 / 3 where its loss is 3 to begin with.
+    assert of_both[CO2][0].startswith("19.9") and of_both[CO2][1].startswith("-0.1")
+    assert "b is 0.10, 0.14, 0.15;" in ahead.text
+    drawn = list(rounds.draw(lines(values), tmp_path / "rounds"))
+    assert [path.name for path in drawn] == ["rounds_gaps.svg", "rounds_steps.svg"]
+    assert all("Local SGD" in path.read_text() for path in drawn)
+    assert list(rounds.tables([], [])) == list(rounds.draw([], tmp_path / "none")) == []
+
+
+def test_the_longest_training_has_the_rate_of_one_that_was_tuned(place: Path) -> None:
+    write_trials(rounds.RECIPE.trials, {f"{CO2}, rate 8e-3": 3.0}, (f"{CO2}, rate", "DiLoCo"))
+    tuned = {rounds.DILOCO, rounds.CO2}
+    bases = {row: row for row in rounds.ROWS} | rounds.VARIANTS | rounds.ALONE
+    places = rounds.RECIPE.places("smoke")
+    left = sum(bases[row] not in tuned for row, _ in places)
+    assert rounds.RECIPE.undecided("smoke") == left, "variants need no trials"
+    assert [rounds.tuned_rounds(r) for r in rounds.CURVE] == [25, 25, 100, 300, *[300] * 7]
+    cells = [cell for *_, cell in rounds.RECIPE.trials.cells("smoke")]
+    rivals = len(rounds.RIVALS) * 3
+    assert len(cells) == len(rounds.BASES) * 4 * 3 + 3 + rivals, "four rates, DiLoCo five"
+    for r in rounds.ROUNDS:
+        own = words(rounds.RECIPE, CO2, rounds.name(r))
+        assert f"train.steps={12 * r}" in own and "optim.lr=8e-3" in own
+        assert f"optim.warmup_steps={12 * r // 25}" in own, "4 %"
+    assert "optim.lr=1e-3" in words(rounds.RECIPE, "DiLoCo", "1,000 rounds"), "the first of equals"
+    with pytest.raises(LookupError, match="trials of rounds_trials are missing"):
+        words(rounds.RECIPE, "AllReduce", "25 rounds")
+
+    trials = rounds.RECIPE.trials
+    last = trials.cell(trials.row("DiLoCo, rate 1.6e-2"), trials.columns[0], "smoke", TUNING_SEED)
+    write_summary(last, 1.0)
+    assert "optim.lr=1.6e-2" in words(rounds.RECIPE, "DiLoCo", "25 rounds"), "a run here first"
+
+
+def test_tuned_values_survive_a_clone(place: Path) -> None:
+    recipe = rounds.RECIPE
+    write_trials(recipe.trials, {}, (f"{CO2}, rate",))
+    trials = measured.read(Path("results/ours.csv"))
+    values = [line(recipe, CO2, "25 rounds", seed, 3.0 + seed) for seed in (0, 1)]
+    write_ours([*trials, *values])
+    assert collect([recipe], place / "results", "smoke") == (0, 2)
+    assert len(measured.read(Path("results/ours.csv"))) == len(trials) + 2, (
+        "although no run is here"
+    )
+
+
+def test_the_best_rate_is_at_the_bottom_of_a_parabola() -> None:
+    tried = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+    found = {rate: 3 + math.log(rate / 5e-3) ** 2 for rate in tried}
+    assert rates.optimum(found) == pytest.approx(5e-3)
+    bent = {**found, 1e-3: 99.0, 1.6e-2: 99.0}
+    assert rates.optimum(bent) == pytest.approx(5e-3), "of the best and its neighbours alone"
+    assert rates.optimum({rate: rate for rate in tried}) is None, "at the border"
+    assert rates.optimum({}) is None
+
+
+def test_every_number_of_replicas_has_the_same_total_batch() -> None:
+    for replicas in rates.REPLICAS:
+        settings = rates.column(replicas).overrides
+        assert f"train.batch_size={16 // replicas}" in settings
+        assert f"launch.workers={replicas}" in settings
+
+
+def test_a_tau_has_the_rate_of_the_nearest_that_was_tuned(place: Path) -> None:
+    assert [tau_sweep.nearest(tau) for tau in tau_sweep.TAUS] == [3, 3, 3, 24, 24, 24, 96, 96]
+    lowest = {f"{CO2}, τ = 24, rate 8e-3": 3.0, f"{CO2}, τ = 96, rate 4e-3": 3.0}
+    write_trials(tau_sweep.RECIPE.trials, lowest, (CO2,))
+    found = words(tau_sweep.RECIPE, f"{CO2}, τ = 12", "overlap, %")
+    assert "co2.tau=12" in found and "optim.lr=8e-3" in found and "co2.tau=24" not in found
+    assert "optim.lr=4e-3" in words(tau_sweep.RECIPE, f"{CO2}, τ = 192", "overlap, %")
+    assert tau_sweep.RECIPE.undecided("smoke") == 2 * 17, "one row of CO2 alone is tuned"
+
+
+def test_an_ablation_has_one_rate_and_at_the_paper_s_scale_conf_s(place: Path) -> None:
+    write_trials(table4.RECIPE.trials, {"CO2, rate 8e-3": 3.0})
+    for row in table4.ROWS:
+        assert "optim.lr=8e-3" in words(table4.RECIPE, row.name, "GPT-2")
+    at_paper = words(table4.RECIPE, "CO2 without gap penalty", "GPT-2", "paper")
+    assert "co2.gap_penalty=none" in at_paper
+    assert not any(word.startswith("optim.lr=") for word in at_paper)
+    assert table4.RECIPE.undecided("paper") == 0
+
+
+@pytest.mark.parametrize("recipe", STUDIES.values(), ids=STUDIES)
+def test_what_won_composes(recipe: TunedRecipe, place: Path) -> None:
+    """test_tables.py composes their trials."""
+    write_trials(recipe.trials, {}, BEGIN[recipe.name])
+    made = {row.overrides: cell for row, _, _, cell in recipe.cells("smoke", (0,))}
+    assert made
+    for cell in made.values():
+        assert isinstance(cell, TrainCell)
+        assert cell.config().data.validation.value == "report", "not what was tuned on"
+    for *_, cell in recipe.trials.cells("smoke"):
+        assert "data.validation=tuning" in cell.command and f"seed={TUNING_SEED}" in cell.command

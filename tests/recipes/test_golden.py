@@ -2,7 +2,8 @@
 
     GOLDEN=write .venv/bin/python -m pytest -n 0 tests/recipes/test_golden.py
 
-writes those whose version is not that of results/golden.json.
+writes those whose version is not that of results/golden.json. And the rehearsal of published
+recipes, whose golden losses are of their first steps.
 """
 
 import json
@@ -15,10 +16,13 @@ from co2.methods import METHODS, Method
 from co2.methods.co2 import CO2
 from co2.record.provenance import cpu_name
 from co2.task import Task
+from recipes.rehearse import __main__ as rehearsal
 from recipes.rehearse import golden
+from recipes.rehearse.__main__ import Implausible, command, main
+from recipes.runs.cells import composed_config
 from tasks import TASKS
 from tests import loss_recorder
-from tests.cli.harness import metrics, pooled, small
+from tests.cli.harness import metrics, pooled, small, tasks_at
 from tests.cli.test_every_task import few_scenes
 from tests.tasks import random_graph
 from tests.tasks.conftest import story
@@ -83,3 +87,61 @@ def test_a_loss_that_moves_asks_for_a_version(
     golden.write("methods", "co2", CO2, [2.0, 1.4])
     known = json.loads(golden.FILE.read_text())["methods"]["co2"]
     assert known == {"version": 2, "cpu": cpu_name(), "losses": [2.0, 1.4]}
+
+
+@pytest.mark.parametrize("method", rehearsal.METHODS)
+@pytest.mark.parametrize("task", tasks_at("paper"))
+def test_every_command_is_the_published_recipe(task: str, method: str, tmp_path: Path) -> None:
+    words = tuple(command(task, method, tmp_path, []))
+    config = composed_config(words)
+    assert (config.scale, config.train.steps, config.method) == ("paper", 3, method)
+    assert config.train.accumulate == 1
+    golden_words = tuple(command(task, method, tmp_path, golden.SETTINGS))
+    assert composed_config(golden_words).train.steps == golden.STEPS
+
+
+def test_a_small_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["task=graph", "method=co2"]) == 0
+    out = capsys.readouterr().out
+    assert "resumed same" in out and out.endswith("1 of 1 went well\n")
+
+
+@pytest.mark.parametrize(
+    ("first", "third", "again", "line"),
+    [
+        (5.2, 5.1, 5.1, ""),
+        (7.2, 5.1, 5.1, "the first loss is 7.20, that of guessing is 5.15"),
+        (5.2, float("nan"), 5.1, "the third loss is nan"),
+        (5.2, 5.1, 5.0999999, "the third step has loss 5.1, resumed 5.0999999"),
+    ],
+)
+def test_what_is_not_plausible(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first: float,
+    third: float,
+    again: float,
+    line: str,
+) -> None:
+    curves = iter([[first, 5.15, third], [again]])
+
+    def trained(words: list[str], folder: Path) -> Path:
+        run = tmp_path / "runs" / "run"
+        (run / "checkpoints" / "step_3").mkdir(parents=True, exist_ok=True)
+        told = {
+            "final": {"loss": 5.0},
+            "memory": {"parameter_bytes": 4e6},
+            "workers": 2,
+            "peak_memory_bytes": 2**30,
+        }
+        (run / "summary.json").write_text(json.dumps(told))
+        return run
+
+    monkeypatch.setattr(rehearsal, "trained", trained)
+    monkeypatch.setattr(rehearsal, "losses", lambda run: next(curves))
+    if not line:
+        assert rehearsal.rehearse("graph", "co2", tmp_path, [])["resumed"] == "same"
+        return
+    with pytest.raises(Implausible) as wrong:
+        rehearsal.rehearse("graph", "co2", tmp_path, [])
+    assert str(wrong.value) == line

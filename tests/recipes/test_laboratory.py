@@ -1,8 +1,7 @@
-"""Recipes of the laboratory: values of its runs, refusals, what is simulated."""
+"""Recipes of the laboratory: values of its runs, and refusals."""
 
 import json
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,17 +11,30 @@ import yaml
 from co2.errors import ConfigError
 from co2.record.folder import plain
 from co2_measure.lab.training import TrialFailed
+from co2_measure.lab.trial import trial_folder
 from recipes.__main__ import main
-from recipes.paper import figure1, scaling, table3
+from recipes.paper import figure1, table3
 from recipes.recipe import Recipe
 from recipes.runs import laboratory, measured
 from recipes.runs.collect import collect
 from recipes.runs.laboratory import LabCell
-from recipes.studies import field, graph, moe, time_to_loss
-from recipes.tables import layout, shares
-from recipes.tables.render import render
+from recipes.studies import field, moe, time_to_loss
+from recipes.tables import shares
 from tests.engine.test_timeline import event, mark
-from tests.recipes.lab_run import write_run
+
+
+def write_run(of: LabCell, throughput: float) -> Path:
+    """A training's folder, as the laboratory leaves it."""
+    run = trial_folder(of.trial, laboratory.EVEN, of._runs)
+    folder = run / "gpt2" / of.config().method / of.trial.method / "seed0"
+    folder.mkdir(parents=True)
+    summary = {"throughput": throughput, "exposed_share": 0.5, "overlap": 0.5}
+    (folder / "summary.json").write_text(json.dumps({**summary, "workers": 2, "steps": 60}))
+    machine = {"cpu": "another cpu", "cores": 4, "gpus": []}
+    manifest = {"git": {"commit": "f" * 40, "dirty": False}, "hardware": machine}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
 
 SHARE = field.share("gpt2", "20")
 
@@ -83,9 +95,6 @@ def test_values_are_of_runs(place: Path) -> None:
     assert rows[1]["command"] == (
         "python -m co2.lab --workers=2 --mbit=20 --methods=co2 --repeats=2"
     )
-    (table,) = layout.tables(field.RECIPE, rows, [], "smoke")[:1]
-    assert table.rows == [["co2", "88.8 ± 1.8"], ["no communication", "100.0 ± 0.0"]]
-    assert not table.best
 
 
 def test_a_training_with_other_settings_of_conf_is_another(
@@ -209,45 +218,6 @@ def test_a_failed_cell_does_not_lose_the_others(
     assert lines[-2].startswith("1 of 1"), "what has finished is not measured again"
 
 
-def test_throughput_is_drawn_against_bandwidth(place: Path) -> None:
-    for rate in ("100", "20"):
-        for row in ("AllReduce", "CO2, steady gap"):
-            write_run(cell(table3.RECIPE, row, table3.name(rate), 0), 9000.0)
-    collect([table3.RECIPE], place, "smoke")
-    render([table3.RECIPE], place, "smoke")
-    names = {path.name for path in (place / "figures").iterdir()}
-    assert names == {
-        "table3_2_workers.svg",
-        "table3_simulated_80_gbit_s_tcp_ip.svg",
-        "table3_simulated_800_gbit_s_rdma.svg",
-    }
-    drawn = (place / "figures" / "table3_2_workers.svg").read_text()
-    assert "AllReduce" in drawn and "SlowMo" not in drawn, "of what has run"
-
-
-def test_simulated_is_beside_the_paper_and_not_among_the_measured() -> None:
-    place = {"row": "CO2, τ = 48", "column": "80 Gbit/s TCP/IP, 128 GPUs"}
-    paper = [{**place, "value": "304736", "spread": ""}]
-    (table,) = scaling.tables([], paper)
-    assert "Not measured" in table.text
-    lines = {row[:3]: row[3:] for row in table.rows}
-    tcp = "80 Gbit/s TCP/IP"
-    assert lines[tcp, "CO2, τ = 48", "paper"] == (*["—"] * 4, "304,736", "—")
-    assert (tcp, "AllReduce", "paper") not in lines
-    fitted = lines[tcp, "AllReduce", "simulated, fitted"]
-    assert [cell.endswith("†") for cell in fitted] == [1, 1, 0, 0, 1, 1]
-    assert fitted[0] == "18,444†" and fitted[1] == "3,488†"
-    nominal = lines["800 Gbit/s RDMA", "AllReduce", "simulated"]
-    assert [cell.endswith("†") for cell in nominal] == [1, 0, 0, 0, 0, 0]
-    for line in lines.values():
-        eight_times, all_of_them = (line[at].strip("†").replace(",", "") for at in (1, 4))
-        if "—" not in line:
-            ratio = float(all_of_them) / (8 * float(eight_times))
-            assert float(line[5].strip("†")) == pytest.approx(ratio, abs=0.006)
-    measured, reported = layout.tables(table3.RECIPE, [], paper, "smoke")
-    assert not measured.rows and reported.rows == [["CO2, τ = 48", "304,736"]]
-
-
 def test_the_timeline_is_drawn_from_traces_and_stays_where_there_are_none(place: Path) -> None:
     stem = place / "figures" / "figure1"
     assert list(figure1.draw([], stem)) == []
@@ -274,34 +244,3 @@ def test_what_tokens_cost() -> None:
     assert moe.hidden({**tiled, "exchange": {**exchange, "behind_s": 0.0}}) is None
     alone = {"train_s": 12.0, "steps": 60, "exchange": {}}
     assert moe.exposed_ms(alone) is moe.kilobytes(alone) is moe.hidden(alone) is None
-
-
-def repeats(column: str, values: Mapping[str, Sequence[float]]) -> list[dict[str, str]]:
-    """Lines of ours.csv: by row, a value of each repeat."""
-    return [
-        {"row": row, "column": column, "seed": str(repeat), "value": str(value)}
-        for row, own in values.items()
-        for repeat, value in enumerate(own)
-    ]
-
-
-def test_what_tiles_gain_is_taken_within_a_repeat() -> None:
-    column = "2 workers, 250 Mbit/s: step, ms"
-    steps = {"bulk, CO2": (300, 100, 90), "tiled, CO2": (100, 50), "no communication": (50, 40)}
-    ours = repeats(column, steps)
-    (table,) = moe.goals(ours, [])
-    (found,) = [line for line in table.rows if line[0] == "2 workers, 250 Mbit/s"]
-    assert found[1:] == ("—", "2.50", "—", "0.65")
-    assert list(moe.goals([], [])) == []
-
-
-def test_epochs_are_compared_within_a_repeat() -> None:
-    column = "2 replicas, CO2: epoch, s"
-    epochs = {"mmap": (900.0, 300.0, 100.0), "diskgnn": (100.0, 50.0), "ginex": (300.0, 200.0)}
-    ours = repeats(column, epochs)
-    (table,) = graph.goals(ours, [])
-    found = {row[0]: row[1:] for row in table.rows}
-    assert found["mmap"] == ("—", "—", "7.50")
-    assert found["ginex"] == ("—", "—", "3.50")
-    assert found["partition"] == ("—", "—", "—")
-    assert list(graph.goals([], [])) == []

@@ -1,8 +1,13 @@
-"""Tables from run folders: finished, unfinished, failed, missing, and of several commits."""
+"""Tables from run folders: finished, unfinished, failed, missing, and of several commits; and the
+report, which opens in a browser as wide as a phone."""
 
 import copy
 import json
-from collections.abc import Iterator
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -14,7 +19,7 @@ from co2.errors import ConfigError
 from co2.record.folder import run_folder
 from co2.record.table import Table, read_csv
 from recipes.__main__ import main, recipe_of, wanted
-from recipes.recipe import SCALES, Column, Recipe, Row
+from recipes.recipe import SCALES, Column, Recipe, Row, Rows
 from recipes.registry import RECIPES
 from recipes.runs import measured
 from recipes.runs.cells import Cell, TrainCell, composed_config
@@ -22,9 +27,8 @@ from recipes.runs.collect import collect
 from recipes.runs.known import Known
 from recipes.runs.laboratory import LabCell
 from recipes.studies.glue import FineTuning
-from recipes.tables import answer, entries, figures, layout, pages, render, report
+from recipes.tables import answer, entries, figures, finalists, layout, render
 from recipes.tables.entries import Entry
-from recipes.tables.methods import WITH_MOMENTS
 from recipes.tuning import tune, tuning
 
 TOP1 = Column("top-1", ("task=toy",), "final.top1", factor=100, digits=1)
@@ -40,7 +44,6 @@ TOY = Recipe(
     ),
     columns=(TOP1,),
 )
-PAPER = [{"recipe": "golden", "row": "CO2_3", "column": "top-1", "value": "77", "spread": ".1"}]
 VALUES = {
     "AllReduce": {0: 0.90, 1: 0.92, 2: 0.91},
     "Local SGD": {0: 0.80, 1: 0.81, 2: 0.82},
@@ -195,37 +198,6 @@ def test_every_value_leads_back_to_its_run(results: Path) -> None:
     assert layout.origin(TOY, [], "paper").startswith("Nothing has run")
 
 
-def test_a_run_behind_several_values_is_told_once(results: Path) -> None:
-    path = results / "ours.csv"
-    lines = measured.read(path)
-    measured.write(path, [*lines, *({**line, "column": "twice"} for line in lines)])
-    assert len(read_csv(path)) == 14 and len(read_csv(results / "runs.csv")) == 7
-    again = measured.read(path)
-    for column in ("top-1", "twice"):
-        own = [line["folder"] for line in again if line["column"] == column]
-        assert own == [line["folder"] for line in lines]
-    Table.of_records(read_csv(results / "runs.csv")[1:]).write_csv(results / "runs.csv")
-    with pytest.raises(ConfigError, match=r"ours\.csv: runs\.csv has no run .*; take both"):
-        measured.read(path)
-
-
-def test_what_cannot_be_run_at_a_large_scale_has_a_dash_there_alone() -> None:
-    """As Adam's averaged moments on a task whose optimizer is SGD at all scales but smoke."""
-    (loss,) = (column for column in RECIPES["table1"].columns if column.name == "ADE20K, loss")
-    moments = RECIPES["table1"].row(WITH_MOMENTS.name)
-    assert [loss.takes(moments, scale) for scale in SCALES] == [True, False, False]
-    toy = replace(TOY, columns=(TOP1, replace(TOP1, name="ADE20K", without_large=("SlowMo",))))
-    lines = [
-        {"row": row, "column": column, "seed": "0", "value": "3", "hardware": "a cpu"}
-        | {"commit": "c", "folder": "f", "command": row}
-        for row, column in (("AllReduce", "top-1"), ("AllReduce", "ADE20K"), ("SlowMo", "top-1"))
-    ]
-    for scale, cell in (("smoke", "not run"), ("gpu", "—"), ("paper", "—")):
-        (table,) = layout.tables(toy, lines, [], scale)
-        assert table.rows[1] == ["SlowMo", "3.0", cell]
-        assert len(list(toy.cells(scale, [0]))) == 8 - (cell == "—")
-
-
 def test_what_another_recipe_has_recorded_of_the_same_run_is_not_lost(
     results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,16 +214,6 @@ def test_what_another_recipe_has_recorded_of_the_same_run_is_not_lost(
     assert own == rows[:7] and {row["column"] for row in rows[7:]} == {"the same"}
     evals = read_csv(results / "evals.csv")
     assert len([row for row in evals if row["recipe"] == "other"]) == len(evals) / 2 == 14
-
-
-def test_losses_are_kept_for_the_curves(results: Path) -> None:
-    rows = [row for row in read_csv(results / "evals.csv") if row["row"] == "AllReduce"]
-    assert [(r["seed"], r["step"], r["train_s"], r["loss"]) for r in rows][2:] == [
-        ("1", "30", "1.5", "2.0"),
-        ("1", "60", "3.0", "0.9"),
-        ("2", "30", "1.5", "2.0"),
-        ("2", "60", "3.0", "0.8"),
-    ]
 
 
 def test_what_ran_elsewhere_stays_while_the_recipe_asks_for_it(
@@ -272,26 +234,6 @@ def test_what_ran_elsewhere_stays_while_the_recipe_asks_for_it(
     assert collect([changed], results, "smoke") == (0, 0), "of another command"
 
 
-def test_a_mixture_of_machines_is_told_with_the_way_back(
-    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = measured.read(results / "ours.csv")
-    measured.write(results / "ours.csv", [{**line, "hardware": "another"} for line in lines])
-    (tmp_path / "results").rename(tmp_path / "gone")  # as after a clone
-    made = [TOY.cell(TOY.row("AllReduce"), TOP1, "smoke", seed) for seed in (0, 1, 2)]
-    for number, cell in enumerate(made, 1):  # what --seeds 0 makes, then the others
-        assert isinstance(cell, TrainCell)
-        write_run(cell, 0.5, "a" * 40, 1.0, finished=True)
-        assert collect([TOY], results, "smoke") == (number, 7 - number)
-        told = capsys.readouterr().err
-        if number == 3:
-            assert told == ""
-            continue
-        assert told.startswith("warning: golden: 1 table value mixes seeds of a cpu, 2 cores (0")
-        assert "with seeds of another (" in told and told.count("\n") == 1
-        assert "run golden" in told and "git checkout README.md docs results" in told
-
-
 def test_files_have_one_order_whatever_is_collected(
     results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,44 +251,6 @@ def test_files_have_one_order_whatever_is_collected(
             assert file.read_bytes() != content
         collect(chosen, results, "smoke")
         assert [file.read_bytes() for file in files] == first
-
-
-def test_which_of_two_values_serves_another_recipe_depends_on_no_order(
-    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where two recipes have measured the same run twice, on two machines."""
-    (tmp_path / "results").rename(tmp_path / "gone")
-    twin = replace(TOY, name="twin")
-    for recipe in (TOY, twin):
-        monkeypatch.setitem(RECIPES, recipe.name, recipe)
-    lines = measured.read(results / "ours.csv")
-    lines += [{**line, "recipe": "twin", "value": "99", "commit": "c"} for line in lines]
-    found = []
-    for some in (lines, lines[::-1]):
-        monkeypatch.setattr(measured, "read", lambda path, some=some: some)
-        third = replace(TOY, name="third")
-        collect([third], results, "smoke")
-        found.append((results / "ours.csv").read_bytes())
-    assert found[0] == found[1] and found[0].count(b"third") == 7
-
-
-def test_a_run_that_is_here_without_a_figure_displaces_that_of_one_elsewhere(
-    results: Path, tmp_path: Path
-) -> None:
-    """One run is told by one line: a run of which something is unknown takes nobody else's."""
-    ratio = replace(TOP1, name="ratio", of="Local SGD")
-    both = replace(TOY, columns=(TOP1, ratio))
-    assert collect([both], results, "smoke") == (14, 0)
-    (tmp_path / "results").rename(tmp_path / "gone")
-    cell = TOY.cell(TOY.row("AllReduce"), TOP1, "smoke", 1)
-    assert isinstance(cell, TrainCell)
-    write_run(cell, 0.5, "a" * 40, 1.0, finished=True)
-    summary = run_folder(cell.config()) / "summary.json"
-    summary.write_text(json.dumps({"final": {"loss": 1.0}, "workers": 2, "steps": 60}))
-    assert collect([both], results, "smoke") == (0, 13), "all but its top-1"
-    rows = measured.read(results / "ours.csv")
-    own = [row["column"] for row in rows if row["row"] == "AllReduce" and row["seed"] == "1"]
-    assert own == ["ratio"], "which takes Local SGD's run, and that is elsewhere"
 
 
 def test_what_was_recorded_elsewhere_need_not_run_again(results: Path, tmp_path: Path) -> None:
@@ -380,25 +284,7 @@ def test_a_dry_run_tells_runs_and_times(
     assert times == ["0:00:03"] * 2, "as long as the seed that has finished"
     assert {line.split()[0] for line in lines if "method=slowmo" in line} == {"unknown"}
     assert whole.startswith("5 runs to make, 2 of which train for 0:00:06 in all")
-
-    summary = run_folder(left[0].config()) / "summary.json"  # type: ignore[attr-defined]
-    summary.parent.mkdir(parents=True, exist_ok=True)
-    summary.write_text(json.dumps({"train_s": 90.4}))
-    monkeypatch.setattr("recipes.runs.plan.read_csv", lambda path: [])
-    assert main([*words, "--seeds", "0,1,2"]) == 0
-    told = capsys.readouterr().out
-    assert told.count(" 0:01:30 ") == 2, "as a run that is here, whose evaluations are unknown"
-
-    (tmp_path / "results").rename(tmp_path / "gone")
-    assert main([*words, "--missing", "--seeds", "0"]) == 0
-    (line, whole) = capsys.readouterr().out.splitlines()
-    assert "method=slowmo" in line and whole == "1 runs to make, of unknown time"
-    (tmp_path / "gone").rename(tmp_path / "results")
-    summary.unlink()
-    assert before.items() == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}.items()
-
-    assert main(["tune", "gpt2", "--dry-run"]) == 2
-    assert capsys.readouterr().err.startswith("error: --dry-run=tune: is of run alone")
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 def test_what_was_measured_with_other_settings_of_conf_is_dropped(
@@ -414,15 +300,19 @@ def test_what_was_measured_with_other_settings_of_conf_is_dropped(
 
 
 def test_all_is_rendered(results: Path) -> None:
+    """And what no recipe makes any more is deleted."""
+    tables = results / "tables"
+    tables.mkdir()
+    for name in ("gone.md", "gone.csv", "other_paper.md"):
+        (tables / name).write_text("old")
     render.render([TOY], results, "smoke")
-    latex = (results / "tables" / "golden.tex").read_text()
+    assert {path.name for path in tables.glob("*.md")} == {"golden.md", "other_paper.md"}
+    assert not (tables / "gone.csv").exists()
+    latex = (tables / "golden.tex").read_text()
     assert r"CO2\_3" in latex and r"91.0 $\pm$ 1.0" in latex and r"\toprule" in latex
-    assert "left out: SlowMo." in (results / "tables/golden.md").read_text()
-    assert "CO2_3,60.0 (n = 1)" in (results / "tables/golden.csv").read_text()
+    assert "CO2_3,60.0 (n = 1)" in (tables / "golden.csv").read_text()
     page = (results / "report.html").read_text()
     assert "<svg" in page and "http://" not in page.split("<svg")[0]
-    assert "<metadata>" not in page and page.index("<nav>") < page.index('id="answer"')
-    assert '<details><summary>Golden</summary><section id="golden">' in page
     names = {path.name for path in (results / "figures").iterdir()}
     assert names == {"golden_top_1_steps.svg"}, "no seconds of a machine that did other things"
     first = (results / "figures" / "golden_top_1_steps.svg").read_bytes()
@@ -431,16 +321,6 @@ def test_all_is_rendered(results: Path) -> None:
     render.render([TOY], results, "paper")
     assert "Nothing has run" in (results / "report_paper.html").read_text()
     assert (results / "report.html").read_text() == page, "scales have files of their own"
-
-
-def test_what_no_recipe_makes_any_more_is_deleted(results: Path) -> None:
-    tables = results / "tables"
-    tables.mkdir()
-    for name in ("gone.md", "gone.csv", "other_paper.md"):
-        (tables / name).write_text("old")
-    render.render([TOY], results, "smoke")
-    assert {path.name for path in tables.glob("*.md")} == {"golden.md", "other_paper.md"}
-    assert not (tables / "gone.csv").exists()
 
 
 def covering(recipe: Recipe, scale: str) -> Iterator[tuple[Row, Column, Cell]]:
@@ -498,136 +378,167 @@ def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture) -> None:
         assert line in error and error.count("\n") == 1
 
 
-def test_a_figure_in_the_page_is_the_same_in_fewer_words(tmp_path: Path) -> None:
-    """Places to a hundredth of a point; what is read, and what is referred to, is untouched."""
-    path = tmp_path / "figure.svg"
-    path.write_text(
-        '<?xml version="1.0"?>\n<svg viewBox="0 0 324 293.76">\n<g id="axes_1">\n'
-        '<path id="m99" d="M 39.904146 -0.006 L 7 16.5"/>\n<text x="1.23456">0.00656</text>\n'
-        "</g>\n</svg>"
-    )
-    report.write(tmp_path / "page.html", report.Opening("", [], "", [], [path]), [])
-    page = (tmp_path / "page.html").read_text()
-    assert (
-        '<figure><svg viewBox="0 0 324 293.76"><g><path id="m99" d="M 39.90 -0.01 L 7 16.5"/>'
-        '<text x="1.23">0.00656</text></g></svg></figure>'
-    ) in page
-
-
 LOSSES = {
     "AllReduce": {"GPT-2": (4.0, 4.02, 4.04), "ViT": (0.5, 0.5, 0.5)},
     "CO2, steady gap": {"GPT-2": (4.2, 4.231, 4.232), "ViT": (0.502, 0.49, 0.51)},
 }
 
 
-def compared(tuned: str = "") -> list[dict[str, str]]:
-    """Lines of ours.csv of two methods, their losses and their throughput."""
-    lines = []
+def test_the_report_opens_with_what_the_values_say() -> None:
+    """Of two methods: their losses and their throughput."""
+    ours: Rows = []
+
+    def add(recipe: str, row: str, column: str, command: str, values: Sequence[float]) -> None:
+        names = ("recipe", "row", "column", "command", "seed", "value", "scale")
+        for seed, value in enumerate(values):
+            line = (recipe, row, column, command, str(seed), str(value), "smoke")
+            ours.append(dict(zip(names, line, strict=True)))
+
     for row, method in (("AllReduce", "allreduce"), ("CO2, steady gap", "co2")):
         for recipe, column, task in (("table2", "GPT-2", "gpt2"), ("table1", "ViT", "vit")):
-            for seed, value in enumerate(LOSSES[row][column]):
-                command = f"python train.py task={task} method={method} train.seed={seed}{tuned}"
-                lines.append((recipe, row, f"{column}, loss", seed, value, command))
+            command = f"python train.py task={task} method={method}"
+            add(recipe, row, f"{column}, loss", command, LOSSES[row][column])
     for row, speeds in {"CO2, steady gap": (90, 92), "no communication": (100, 100)}.items():
-        for seed, value in enumerate(speeds):
-            lines.append(("table3", row, "2 workers, 20 Mbit/s", seed, value, "python -m co2.lab"))
-    waiting = "2 workers, waiting for communication %, 20 Mbit/s"
-    for row, shares in {"AllReduce": (90, 91), "CO2, steady gap": (2, 3)}.items():
-        for seed, value in enumerate(shares):
-            lines.append(("table3", row, waiting, seed, value, "python -m co2.lab"))
-    names = ("recipe", "row", "column", "seed", "value", "command")
-    return [{**dict(zip(names, map(str, line), strict=True)), "scale": "smoke"} for line in lines]
-
-
-def test_the_report_opens_with_what_the_values_say() -> None:
-    opening = answer.opening(compared(), [], "smoke")
+        add("table3", row, "2 workers, 20 Mbit/s", "python -m co2.lab", speeds)
+    opening = answer.opening(ours, [], "smoke")
     gaps, losses, further = opening.tables
     # +5 % in each seed of GPT-2; on ViT +2, -10, +10 thousandths of .5.
-    assert opening.points == [
-        "CO2, steady gap ends with a validation loss +0.1 % (ViT) to +5.0 % (GPT-2) from "
-        "AllReduce's, a significant difference on 1 of 2 tasks.",
-        "On links of 20 Mbit/s (GPT-2, two workers) the share of the throughput without "
-        "communication is CO2, steady gap 91 %.",
-    ]
-    assert "lower is better" in opening.below and "UperNet on generated scenes" in opening.below
+    assert "+0.1 % (ViT) to +5.0 % (GPT-2)" in opening.points[0]
+    assert "1 of 2 tasks" in opening.points[0] and "CO2, steady gap 91 %" in opening.points[1]
     assert gaps.rows == [["CO2, steady gap", "+5.0 % [4.4, 5.6] *", "+0.1 % [-4.8, 5.3]"]]
     assert losses.rows == [
         ["AllReduce", "4.0200 ± 0.0200", "0.5000 ± 0.0000"],
         ["CO2, steady gap", "4.2210 ± 0.0182", "0.5007 ± 0.0101"],
     ]
-    data = ["GPT-2, source text of sympy", "ViT, MNIST, 5,000 digits"]
-    assert [*losses.head] == ["method", *data] and losses.best == {(0, 1)}
+    assert losses.best == {(0, 1)}
     assert further.rows == [["CO2, steady gap", "91.0 % [78.3, 103.7]"]]
-    nothing = answer.opening(compared(), [], "paper")
-    assert not nothing.tables and len(nothing.points) == 2
-    assert "Nothing has been measured on slow links" in nothing.points[1]
+    assert not answer.opening(ours, [], "paper").tables
 
 
-def test_the_report_repeats_the_answer_of_the_documentation(results: Path) -> None:
-    docs = results.parent / "docs"
-    docs.mkdir(exist_ok=True)
-    page = docs / "quality.md"
-    page.write_text(
-        "# Does it?\n\n## In short\n\nOn two cores:\n\n"
-        "- It **hides** <!-- no words -->`x`,\n  as [it](x.md) says.\n"
-        f"- It pays.\n\n{pages.begin('losses')}\na table\n{pages.END}\n\n## Claim\n\n- Not of it.\n"
+TABLE = Table(
+    head=["task", "a_b", "share"],
+    rows=[["vit", 1 / 3, 0.5], ["vit", None, 0.25], ["gpt2", 2e-17, 1]],
+    title="Title",
+    text="τ = 12 & `code`.",
+    source="Source.",
+    best=frozenset({(1, 2)}),
+    formats={"share": "{:.0%}".format},
+)
+
+
+def test_a_page_shows_values_by_their_formats() -> None:
+    assert TABLE.page() == (
+        "# Title\n\nτ = 12 & `code`.\n\n"
+        "| task | a_b | share |\n|---|---|---|\n"
+        "| vit | 0.3333333333333333 | 50% |\n| vit | — | **25%** |\n| gpt2 | 2e-17 | 100% |\n\n"
+        "Source.\n"
     )
-    assert pages.in_short(results.parent) == (
-        "On two cores:",
-        ["It **hides** `x`, as [it](x.md) says.", "It pays."],
-    )
-    render.render([TOY], results, "smoke")
-    shown = (results / "report.html").read_text()
-    assert (
-        "<li>It <strong>hides</strong> <code>x</code>, as it says.</li>\n<li>It pays.</li>" in shown
-    )
-    assert "Not of it" not in shown
-    page.unlink()
-    assert pages.in_short(results.parent) is None
-    assert pages.in_short(Path(__file__).parents[2]), "the report opens with its points"
+    assert Table(["a"], [[1]]).page() == "| a |\n|---|\n| 1 |\n", "no empty title"
+    assert Table([], [], text="Text.", source="Source.").page() == "Text.\n\nSource.\n"
 
 
-def losses_at(row: str, seed: int, *losses: float) -> list[dict[str, str]]:
-    """Lines of evals.csv: a loss every hundred steps, which take ten seconds."""
+def test_csv_keeps_every_digit_and_type(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "table.csv"
+    TABLE.write_csv(path)
+    assert path.read_bytes() == (
+        b"task,a_b,share\r\nvit,0.3333333333333333,0.5\r\nvit,,0.25\r\ngpt2,2e-17,1\r\n"
+    )
+    assert read_csv(path)[1] == {"task": "vit", "a_b": "", "share": "0.25"}
+    assert read_csv(tmp_path / "none.csv") == []
+    words = [{"a": "NA", "b": "x, y"}, {"a": "1.50", "b": 'a "b"'}]
+    Table.of_records(words).write_csv(path)
+    assert read_csv(path) == words, "text stays text"
+
+
+def test_a_table_needs_no_torch() -> None:
+    code = "import sys, co2.record.table; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def search(
+    method: str,
+    short: int,
+    *whole: str,
+    tau: str = "12",
+    moments: str = "",
+    scale: str = "smoke",
+    gap: str = "",
+) -> list[dict[str, str]]:
+    """Lines of tuning.csv: short trials, whose losses are below all others, and finalists."""
+    key = dict(zip(tune.KEY, ("gpt2", method, tau, moments, gap, scale), strict=True))
+    rungs = [("25", "0.1")] * short + [("100", loss) for loss in whole]
     return [
         {
-            "row": row,
-            "column": "top-1",
-            "seed": str(seed),
-            "step": str(100 * number),
-            "train_s": str(10 * number),
-            "loss": str(loss),
+            **dict.fromkeys(tune.FIELDS, ""),
+            **key,
+            "trial": str(n % short),
+            "rung": rung,
+            "loss": loss,
         }
-        for number, loss in enumerate(losses, start=1)
+        for n, (rung, loss) in enumerate(rungs)
     ]
 
 
-def test_curves_have_bands_and_the_goal_a_line(tmp_path: Path) -> None:
-    one, other = TOY.rows[:2]
-    evals = [*losses_at(one.name, 0, 4, 3), *losses_at(other.name, 0, 4, 2)]
-    plain, banded, aimed = (tmp_path / name for name in ("plain", "banded", "aimed"))
-    (drawn,) = figures.curves(TOY, evals, plain)
-    text = drawn.read_text()
-    assert "FillBetween" not in text and "goal" not in text, "one seed has no deviation"
-    evals += losses_at(other.name, 1, 5, 3)
-    (drawn,) = figures.curves(TOY, evals, banded)
-    assert drawn.read_text().count('<g id="FillBetween') == 1, "only one row has two seeds"
-    steps, seconds = figures.curves(replace(TOY, goal=one, undisturbed=True), evals, aimed)
-    assert all("goal: 3.00" in path.read_text() for path in (steps, seconds))
-    assert (
-        seconds.name == "aimed_top_1_seconds.svg" and "seconds of training" in seconds.read_text()
+LINES = [
+    *search("allreduce", 12, "2.02", "2.0", "2.1", tau=""),
+    *search("co2_keep", 8, "2.0", "inf", "2.01", moments="true"),
+    *search("co2", 4, "2.5", gap="gap_aware"),
+    *search("slowmo", 5),
+    *search("slowmo", 5, "1.0", scale="gpu"),
+]
+
+
+def test_finalists_are_held_against_the_winner() -> None:
+    (table,) = finalists.tables(LINES, "smoke")
+    assert table.rows == [
+        ("gpt2", "allreduce", "—", "12", "3", "2.0000", "1.00 to 5.00"),
+        ("gpt2", "co2_keep, moments averaged", "12", "8", "3", "2.0000", "0.50"),
+        ("gpt2", "co2, gap_aware", "12", "4", "1", "2.5000", "—"),
+        ("gpt2", "slowmo", "12", "5", "0", "—", "—"),
+    ]
+    assert "Of 2 searches with several finalists the best short trial won 1;" in table.text
+    assert list(finalists.tables(LINES, "paper")) == list(finalists.tables([], "smoke")) == []
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+PROBE = """<script>
+location.hash = "golden";
+const head = document.querySelectorAll("th button")[1];
+const rows = () => [...document.querySelector("tbody").rows];
+const order = () => rows().map((row) => row.cells[0].textContent);
+head.click();
+const up = order();
+head.click();
+console.log("probe " + JSON.stringify([up, order()]));
+const page = document.documentElement;
+const details = document.querySelector("details");
+show();
+console.log("probe open " + details.open);
+console.log("probe fits " + (page.scrollWidth <= page.clientWidth));
+console.log("probe requests " + performance.getEntriesByType("resource").length);
+</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_it_opens_without_an_error_and_sorts(results: Path, tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    render.render([TOY], results, "smoke")
+    page = tmp_path / "page.html"
+    page.write_text((results / "report.html").read_text() + PROBE)
+    ended = subprocess.run(
+        [
+            CHROMIUM,
+            *("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"),
+            *("--window-size=390,844", "--virtual-time-budget=1000", "--dump-dom", page.as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
-
-
-def test_the_main_table_says_whether_its_runs_were_tuned() -> None:
-    plain, tuned = compared(), compared(" tuned=true  # optim.lr=0.1")
-    tuning = [
-        dict(zip(tune.KEY, (task, method, "", "", "", "smoke"), strict=True), trial=str(trial))
-        for task in ("gpt2", "vit", "ade20k")
-        for method in ("allreduce", "co2")
-        for trial in (*range(20 if task == "ade20k" else 12), 3)
+    told = re.findall(r'CONSOLE[^"]*"(.*)", source', ended.stderr)
+    assert told == [
+        'probe [["CO2_3","Local SGD","AllReduce"],["AllReduce","Local SGD","CO2_3"]]',
+        "probe open true",
+        "probe fits true",
+        "probe requests 0",
     ]
-    assert "Not tuned: all methods" in answer.losses(plain, [], "smoke").text
-    assert "won in 12 trials of its own on the task." in answer.losses(tuned, tuning, "smoke").text
-    mixed = answer.losses([*plain[:3], *tuned[3:]], tuning, "smoke")
-    assert "on the task; 3 of 12 runs are not tuned." in mixed.text
