@@ -22,7 +22,7 @@ from co2.methods import METHODS
 from co2.methods.shared import compressed_adam
 from co2.train import meters
 from co2.train.estimate import Holdings, Live, holdings, work
-from co2.train.within_replica import checkpoint_activations
+from co2.train.within_replica import blocks, checkpoint_activations
 from tests.methods.driver import ADAM, FP32_ONLY, NEEDS_ADAM, NEEDS_SGD, ROUNDS_OF
 from tests.workers import replicas
 
@@ -348,3 +348,17 @@ def test_options_that_change_what_is_held() -> None:
 )
 def test_gpus_by_the_driver_s_name(device: str, name: str | None) -> None:
     assert gpu_of(device) == (None if name is None else GPUS[name])
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_gpu_gathers_blocks_in_bf16(strategy: str) -> None:
+    words = ("task=gpt2", "launch.workers=4", "mesh.replica_size=4", f"mesh.strategy={strategy}")
+    found = []
+    for precision in ("fp32", "bf16"):
+        config = run_of(*words, f"train.precision={precision}")
+        found.append(holdings(train.APP.make_task(config), config, 4).gathered_bytes)
+    with torch.device("meta"):
+        model = train.APP.make_task(config).model()
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks(model)]
+    whole = sum(sizes) if strategy == "zero2" else 2 * max(sizes)
+    assert found[0] - found[1] == whole / 2
