@@ -37,6 +37,13 @@ class Entry:
     not_simulated: str = ""
     """Why not; empty: it is simulated."""
 
+    @property
+    def any_number(self) -> bool:
+        """Whether a run goes on with another number of workers: no replica holds what only the same
+        one can go on from, such as what its messages have left out. Under AllReduce all are equal
+        at every step, so they need no round's end for it."""
+        return self.elastic or self.class_name == "AllReduce"
+
     def vectors_in(self, number: int, average_moments: bool = False) -> int:
         """How many vectors are exchanged in round `number`, counted from 1."""
         further = (1, 1) if average_moments and self.average_moments else self.further

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from co2.atomic import require_writable
+from co2.catalogue import CATALOGUE
 from co2.config import NODES, Config, Resume, Schedule
 from co2.errors import ConfigError
 from co2.record.files import CHECKPOINT_FORMAT, DAMAGE, saved_steps, unreadable
@@ -78,8 +79,8 @@ def check_folder(config: Config, world: int, as_it_is: bool = False) -> None:
     of the suite cannot read. Writes nothing.
 
     A key that the folder does not know, because it is newer, may have its default. A run at a
-    constant rate may go on with more steps. `train.accumulate` is not compared where it follows
-    from `train.global_batch`, which is.
+    constant rate may go on with more steps, and one of most methods with another number of workers.
+    `train.accumulate` is not compared where it follows from `train.global_batch`, which is.
 
     Args:
         as_it_is: refuse more steps than the run there has, too.
@@ -100,6 +101,7 @@ def check_folder(config: Config, world: int, as_it_is: bool = False) -> None:
         then: Any = there.get(key, defaults.get(key))
         now, why = here.get(key), ""
         free = _is_free(key) or (config.launch.elastic and key.startswith("launch."))
+        free |= key == "launch.workers" and _goes_on_with_others(config)
         free |= key == "train.accumulate" and config.train.global_batch is not None
         if free or then == now:
             continue
@@ -198,6 +200,12 @@ def _damaged(path: Path) -> ConfigError:
     how = "damaged" if path.exists() else "missing"
     hint = f"{os.path.relpath(path)} is {how}; train afresh with resume=never"
     return ConfigError("resume", "auto", hint)
+
+
+def _goes_on_with_others(config: Config) -> bool:
+    """Whether a run of this method can go on with another number of workers."""
+    known = CATALOGUE.get(config.method)
+    return known is not None and known.any_number
 
 
 def _objection_to_more_steps(config: Config, folder: Path, then: int) -> str:

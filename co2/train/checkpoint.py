@@ -352,11 +352,12 @@ class Checkpoints:
         try:
             manifest = json.loads(self._inside(folder / MANIFEST).read_text())
             world, sums = manifest["world"], dict(manifest["sha256"])
-            if world != self.world and self.mesh.elastic is None:
-                return {}, printable(f"saved by {world} workers"), None
             if manifest["step"] != step:
                 return {}, printable(f"it is of step {manifest['step']}"), None
             files = {name: self._inside(folder / name) for name in sums}
+            if world != len(sums):
+                text = f"saved by {world} workers, of whom {len(sums)} have a file"
+                return {}, printable(text), None
             # A worker without a file of its own reads replica 0's.
             name = self._name(self.rank if self.rank < world else self.mesh.rank_in_replica)
             if _sha256(files[name]) != sums[name]:

@@ -246,22 +246,33 @@ class Session:
         self.load(rebuilt(plain, tensors.__getitem__))
 
     def resume(self) -> None:
-        """Go on from the newest sound checkpoint, if there is one. In an elastic run other replicas
-        may have written it. A worker without a file loads replica 0's. Collective."""
+        """Go on from the newest sound checkpoint, if there is one. Another number of workers may
+        have written it. A worker without a file loads replica 0's. Collective."""
         found = self.checkpoints.load()
         if found is None:
             return
         _, state = found
         self._rehearse()
-        self.load(state)
         text, saved_by = "", state["workers"]
+        if self.run.mesh.num_workers != saved_by:
+            state[METHOD].pop("owner", None)  # it may be another's
+        self.load(state)
         if self.run.mesh.worker < saved_by:
             restore_random_states(state["random"])
         if self.run.mesh.num_workers != saved_by:
             self.samples.regroup(saved_by)
-            text = self.samples.compared(saved_by)
+            text = self._others(saved_by) + self.samples.compared(saved_by)
         steps = self.run.config.train.steps
         self.run.console.print_line(f"resumed at step {self.step} of {steps}{text}")
+
+    def _others(self, saved_by: int) -> str:
+        """What becomes of the replicas where another number of workers has saved, in words."""
+        now, size = self.run.mesh.num_replicas, self.run.mesh.replica_size
+        before = saved_by // size
+        text = f", with {now} replicas in place of {before}: "
+        if now > before:
+            return text + "the new ones begin as the first"
+        return text + "what the others had trained since their last mean is lost"
 
     def _rehearse(self) -> None:
         """With DDP over three workers or more make a forward and a backward pass that count for

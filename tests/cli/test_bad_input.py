@@ -418,7 +418,6 @@ class TestFolderOfAnotherConfiguration:
             ("train.steps=9", "train.steps=9", "train.steps=2"),
             ("optim.lr=0.2", "optim.lr=0.2", "optim.lr=0.1"),
             ("toy.hidden=8", "toy.hidden=8", "toy.hidden=32"),
-            ("launch.workers=2", "launch.workers=2", "launch.workers=1"),
         ],
     )
     def test_is_refused(self, mine: Run, changed: str, pair: str, there: str) -> None:
