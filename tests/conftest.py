@@ -21,12 +21,10 @@ SLOW = (
     "tests/cli/test_installed.py",  # builds the wheel, and makes environments
     "tests/cli/test_mesh.py::test_every_task_in_parts",  # real models, four workers
     "tests/cli/test_mesh.py::test_killed",
-    # The plan of a large model is traced: 40 s each.
-    "tests/cli/test_plan.py::TestBeforeItIsQueued::test_what_torch_compile_may_make_fit_is_a_warning",
+    # The plan of a large model is traced: 40 s.
     "tests/cli/test_plan.py::test_what_does_not_fit_is_refused_with_what_does[words2",
     "tests/cli/test_stop.py::test_told_before_there_are_workers",  # new interpreters
     "tests/cli/test_runs.py::test_compile",  # a C++ compiler's work
-    "tests/cli/test_runs.py::test_signs_learn_what_adam_does",
     "tests/cli/test_several_machines.py::test_a_machine_is_lost_and_comes_back[replica]",
     "tests/engine/test_lab.py::test_a_table",  # links of its own, as root
     "tests/methods/test_replicas_of_several_workers.py::test_two_replicas_of_two_workers",

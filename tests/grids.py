@@ -28,20 +28,6 @@ def grid(cases: Iterable[Any], telling: Callable[[Any], bool], one: bool = False
     return values
 
 
-def first_of_each(
-    cases: Iterable[Any], kind: Callable[[Any], object], one: bool = False
-) -> list[Any]:
-    """A `grid` whose telling cases are the first of every kind."""
-    seen: set[object] = set()
-
-    def is_first(case: Any) -> bool:
-        known = kind(case) in seen
-        seen.add(kind(case))
-        return not known
-
-    return grid(cases, is_first, one)
-
-
 def nonempty(items: Iterable[Item]) -> list[Item]:
     """What a test goes through: one that went through nothing could not fail."""
     found = list(items)

@@ -10,12 +10,14 @@ import contextlib
 import io
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -347,3 +350,57 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
         str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
         for path in files
     }
+
+
+MARK = "executed"
+"""Folder that a payload makes where it is run."""
+
+
+class Payload:
+    """An object whose pickle makes a folder when it is loaded without care."""
+
+    def __init__(self, folder: Path) -> None:
+        self.mark = folder / MARK
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.mkdir, (self.mark,)
+
+
+def pickled(folder: Path) -> bytes:
+    """A pickle that makes the mark in `folder`."""
+    return pickle.dumps(Payload(folder))
+
+
+def tagged(folder: Path) -> str:
+    """A YAML value that makes the mark in `folder`."""
+    return f"!!python/object/apply:os.mkdir [{folder / MARK}]"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Every file and folder below a folder; what is a link is not followed."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
+        for path in sorted(folder.rglob("*"))
+        if not path.is_fifo()
+    }
+
+
+def refused(
+    program: Callable[[list[str]], object], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> str:
+    """What a program says of a command line: one line after `error: `, with status 2."""
+    capsys.readouterr()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            status = program(words)
+        except SystemExit as ended:
+            status = ended.code
+    shown = [found for found in warned if issubclass(found.category, UserWarning)]
+    assert shown == [], "which a person would see as well"
+    printed = capsys.readouterr()
+    assert status == REFUSED, printed
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith("error: ") and line.isprintable()
+    return line.removeprefix("error: ")

@@ -1,12 +1,15 @@
 """What a command line composes: as Hydra does, with the defaults of the dataclasses; what
-experiments choose; and what `--help` says of it all."""
+experiments choose; what `--help` says; and a search in place of a grid, hydra/sweeper=optuna."""
 
 import dataclasses
+import math
 import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,18 +19,20 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import train
-from co2.app.application import App
-from co2.app.compose import composed, plain
+from co2.app.application import App, objective
+from co2.app.compose import composed, plain, preflight, scored_apart
 from co2.app.help import sentences
 from co2.app.schema import PLAIN
-from co2.config import NODES, Config, Optimizer
-from co2.errors import ConfigError
+from co2.config import NODES, Optimizer, Validation
+from co2.errors import DIVERGED, ConfigError
 from co2.randomness import deterministic
+from co2.record.console import Outcome, sweep_table
 from co2.record.folder import plain_values, run_folder
+from co2.record.metrics import Summary
 from co2_measure.peers import known_methods
 from tasks import TASKS
-from tests.cli.harness import ROOT, SMALL, configured, metrics, pooled, tasks_at
-from tests.docs.commands import NotInstalled, check
+from tests.cli.harness import ROOT, SMALL, TOY, cli, configured, folders, metrics, pooled
+from tests.cli.test_runs import summary
 from tests.workers import Pool
 
 CONF = train.APP.conf
@@ -81,24 +86,6 @@ def test_defaults_are_those_of_the_dataclasses(method: str) -> None:
     assert found["resume"] == "auto" and found["tag"] is None
 
 
-@pytest.mark.parametrize(
-    ("word", "line"),
-    [
-        ("co2.tau=1,2", r"^co2\.tau=1,2: several values; add -m"),
-        ("~co2.tau", r"^co2\.tau=: is needed"),
-        ("method=none", r"^method=none: no such option; "),
-        ("method=[co2]", r"^method=\[co2\]: did you mean co2\?"),
-        ("method@x=co2", "Could not override 'method@x'"),
-        ("hydra.launcher.nope=3", "Could not override 'hydra.launcher.nope'"),
-        ("co2.tau=[", "co2\\.tau=\\[: "),
-    ],
-)
-def test_what_is_wrong_is_said_both_times(word: str, line: str) -> None:
-    for _ in range(2):
-        with pytest.raises(ConfigError, match=line):
-            composed(CONF, ["task=toy", word])
-
-
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every key that is a path: shells expand none amid a word."""
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -127,23 +114,6 @@ def head(path: Path) -> str:
     first, *lines = path.read_text().splitlines()
     assert first == "# @package _global_"
     return "\n".join(line for line in lines if line.startswith("#"))
-
-
-def test_there_are_four() -> None:
-    assert len(EXPERIMENTS) == 4
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_its_head_says_how_and_what(name: str) -> None:
-    text = head(FOLDER / f"{name}.yaml")
-    assert text.startswith(f"# python train.py experiment={name}\n")
-    assert "\n# Cost: " in text and "\n# Look at " in text
-    joined = re.sub(r"\\\n# +", "", text)
-    for command in re.findall(r"^# +((?:python|sudo|torchrun) .*)$", joined, re.MULTILINE):
-        try:
-            check(command)
-        except NotInstalled:
-            continue
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -221,38 +191,11 @@ def test_what_wins(app: App, words: Sequence[str], expected: tuple[object, ...])
     assert found(app, *words) == expected
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (("experiment=gpt2_slow_lnk",), "experiment=gpt2_slow_lnk: no such option; did you mean "),
-        (("experiment=gpt2/slow",), "experiment=gpt2/slow: did you mean gpt2_slow_link?"),
-        (("debug=deflt",), "debug=deflt: no such option; did you mean default?"),
-        (
-            ("experiment=gpt2_slow_link", "method=slowmo", "co2.tau=3"),
-            "co2.tau=3: there is no co2 here; did you mean slowmo.tau?",
-        ),
-        (("experiment=resnet50_sgd", "slowmo.tau=5"), "tuned=true: task=resnet50 method=slowmo "),
-    ],
-)
-def test_refused(words: Sequence[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for sweep in ((), ("-m",)):
-        assert train.APP.main([*sweep, *words]) == 2
-        printed = capsys.readouterr().err
-        assert printed.startswith(f"error: {line}") and printed.count("\n") == 1
-
-
 def test_a_wrong_key_of_a_file_is_named(app: App) -> None:
     path = app.conf / "experiment" / "mine.yaml"
     path.write_text(MINE.replace("outer_lr", "outr_lr"))
     with pytest.raises(ConfigError, match=r"^co2\.outr_lr=0\.9: .*did you mean co2\.outer_lr\?"):
         found(app)
-
-
-def test_what_to_try_next(app: App) -> None:
-    words = ["launch.backend=gloo", "experiment=mine", "co2.tau=3", "train.steps=5"]
-    line = train.APP.next_command(app.config(words), ["experiment=gpt2_slow_link", *words[2:]])
-    assert line is not None
-    assert line.endswith(" experiment=gpt2_slow_link train.steps=5 method=allreduce")
 
 
 def test_debugging(tmp_path: Path) -> None:
@@ -266,22 +209,6 @@ def test_debugging(tmp_path: Path) -> None:
     assert [line["step"] for line in metrics(folder, "train")] == [1, 2]
     left = {path.name for path in folder.iterdir()} - {".lock"}
     assert left == {"config.yaml", "manifest.json", "metrics.jsonl", "summary.json"}
-
-
-def test_its_folder_is_no_table_s() -> None:
-    config = train.APP.config(["task=toy", "debug=default", "launch.backend=gloo"])
-    assert run_folder(config).parts[-5:] == ("debug", "toy", "co2", "default", "seed0")
-
-
-@pytest.mark.parametrize(
-    ("task", "scale"),
-    [(task, scale) for scale in ("smoke", "gpu", "paper") for task in tasks_at(scale)],
-)
-def test_every_recipe_can_be_debugged(task: str, scale: str, tmp_path: Path) -> None:
-    words = (f"task={task}", f"scale={scale}", "debug=default", "train.precision=fp32")
-    config: Config = configured(*words, runs=tmp_path)
-    made = config.train.steps, config.train.accumulate, config.launch.workers
-    assert made == (2, 1, 1) and not config.train.compile
 
 
 def test_deterministic_algorithms_are_for_the_run_alone(tmp_path: Path) -> None:
@@ -333,26 +260,6 @@ def test_every_key_is_told(helped: str) -> None:
     assert 90 < max(map(len, helped.splitlines())) <= 100
 
 
-def test_every_option_is_told(helped: str) -> None:
-    options = dict(re.findall(r"^  (\w+)  +(\S.*)$", helped.partition("\nKEYS, ")[0], re.MULTILINE))
-    groups = {*TASKS, *known_methods(), "gpu", "liu", "paper", "smoke", "false", "true"}
-    groups |= {path.stem for path in train.APP.conf.glob("experiment/*.yaml")} | {"default"}
-    assert {*options} == groups | {"basic", "optuna", "submitit_slurm"}
-    assert options["gpt2"] == "GPT-2 from scratch: next-token prediction on text."
-    assert options["liu"].startswith("Of task=roberta alone: the recipe of Liu et al.")
-    assert all(re.fullmatch(r"[A-Z0-9t].*", told) for told in options.values()), "torchft's"
-
-
-@pytest.mark.parametrize(("columns", "widest"), [(70, 70), (20, 60)])
-def test_lines_fit_the_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int, widest: int
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert train.APP.main(["--help"]) == 0
-    lines = capsys.readouterr().out.partition("GROUPS, ")[2].splitlines()
-    assert widest - 10 < max(map(len, lines)) <= widest
-
-
 def test_values_are_those_of_this_choice(helped: str) -> None:
     for line in (
         "launch.backend=auto  (one of auto, gloo, nccl)",
@@ -368,8 +275,105 @@ def test_values_are_those_of_this_choice(helped: str) -> None:
     assert "\nmethod=zero_one_adam: " in helped and "\nscale=paper: " in helped
 
 
-def test_a_choice_that_there_is_not_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.APP.main(["--help", "method=slomo"]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith("error: method=slomo: no such option; did")
-    assert len(printed.err.splitlines()) == 1
+SWEEPER = "hydra/sweeper=optuna"
+installed = pytest.mark.skipif(find_spec("optuna") is None, reason="needs the extra: .[optuna]")
+
+
+@installed
+def test_search(tmp_path: Path) -> None:
+    """Trials, the best of them, and the table; the same command makes the same trials."""
+    runs = tmp_path / "runs"
+    words = [
+        "-m",
+        SWEEPER,
+        "launch.workers=1",
+        "train.steps=12",
+        "method=co2",
+        "co2.tau=3",
+    ]
+    words += ["hydra.sweeper.n_jobs=1"]
+    words += ["co2.outer_lr=interval(.3,1.5)", "co2.outer_momentum=0.1,0.5", "train.seed=0"]
+    ended = cli(*words, "hydra.sweeper.n_trials=2", runs=runs)
+    assert ended.status == 0, ended.err
+    assert len(folders(runs)) == 2
+
+    ended = cli(*words, "hydra.sweeper.n_trials=3", runs=runs)
+    assert ended.status == 0, ended.err
+    assert ended.out.count("finished already") == 2
+    assert len(folders(runs)) == 3
+    table = ended.out[ended.out.index("sweep: ") :]
+    finals = {}
+    for folder in folders(runs):
+        values = yaml.safe_load((folder / "config.yaml").read_text())
+        assert values["data"]["validation"] == "tuning", "what is reported chooses nothing"
+        config = values["co2"]
+        assert 0.3 <= config["outer_lr"] <= 1.5 and config["outer_momentum"] in (0.1, 0.5)
+        assert config["tau"] == 3 and summary(folder)["steps"] == 12
+        finals[summary(folder)["final"]["loss"]] = config
+    best = min(finals)
+    assert table.count("│ co2.outer_lr=") == 3
+    assert (
+        f"lowest validation loss: {best:.4f} with co2.outer_lr={finals[best]['outer_lr']} " in table
+    )
+    assert table.endswith(", scored on data.validation=tuning\n")
+    found = yaml.safe_load((runs / ".multirun" / "optimization_results.yaml").read_text())
+    assert found["best_value"] == best
+    assert found["best_params"]["co2.outer_lr"] == finals[best]["outer_lr"]
+
+
+def test_a_search_takes_other_data_where_they_are_named() -> None:
+    tuning = "data.validation=tuning"
+    assert scored_apart([SWEEPER, "-m"]) == [tuning, SWEEPER, "-m"]
+    for words in (["-m", SWEEPER, "data.validation=all"], ["-m", "co2.tau=1,3"]):
+        assert scored_apart(words) == words
+
+
+def test_what_a_search_makes_small() -> None:
+    assert objective(0, finished("toy", {"loss": 0.5, "accuracy": 1.0})) == 0.5
+    assert objective(0, finished("toy", {"loss": None})) == math.inf
+    assert objective(DIVERGED, None) == math.inf, "a bad place, and worth knowing"
+    assert objective(1, None) is None
+
+
+@installed
+@pytest.mark.parametrize(
+    "value", ["interval(0.1,1.5)", "choice(0.5,1.0)", "tag(log,interval(1,2))"]
+)
+def test_the_ends_are_checked_before_anything_starts(value: str) -> None:
+    words = ["-m", *TOY, "method=co2", SWEEPER, f"co2.outer_momentum={value}"]
+    with pytest.raises(ConfigError, match=r"co2\.outer_momentum=(1|1\.0|1\.5): "):
+        preflight(train.APP.conf, words, train.APP.validate)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "own"), [("sweeper=optuna", "optuna"), ("launcher=submitit_slurm", "slurm")]
+)
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, plugin: str, own: str) -> None:
+    monkeypatch.setattr("co2.app.compose.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"{plugin}: .*\.\[{own}\]"):
+        preflight(train.APP.conf, ["-m", *TOY, f"hydra/{plugin}"], lambda *job: None)
+
+
+def finished(task: str, final: dict[str, float | None]) -> Summary:
+    """A summary of which only the final metrics matter here."""
+    figures: dict[str, Any] = {
+        field.name: "" if field.type is str else None for field in dataclasses.fields(Summary)
+    }
+    return Summary(**{**figures, "task": task, "final": final, "throughput": 1.0, "own": {}})
+
+
+def outcome(
+    task: str, *overrides: str, loss: float, validation: Validation = Validation.report
+) -> Outcome:
+    words = (f"task={task}", *overrides)
+    return Outcome(words, 0, finished(task, {"loss": loss}), validation)
+
+
+def test_the_best_of_a_sweep() -> None:
+    worse, best = (outcome("toy", f"co2.tau={loss}", loss=loss) for loss in (0.5, 0.25))
+    failed = Outcome(("task=toy", "co2.tau=9"), 1, None, Validation.all)
+    told = "lowest validation loss: 0.2500 with co2.tau=0.25, scored on data.validation=report"
+    assert told in sweep_table([worse, failed, best])
+    other = outcome("toy", loss=0.1, validation=Validation.tuning)
+    for others in ([best], [worse, outcome("gpt2", loss=0.1)], [failed, best], [worse, other]):
+        assert "lowest" not in sweep_table(others), "nothing to compare with"

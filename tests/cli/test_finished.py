@@ -1,13 +1,20 @@
-"""What is done with a finished run: another starts from it by init_from, and it writes texts."""
+"""What is done with a finished run: `co2 export`, whose files other libraries read; another run
+starts from it by init_from; and it writes texts."""
 
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import safetensors.torch
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -15,19 +22,474 @@ import train
 from co2.app import sample
 from co2.app.compose import preflight
 from co2.errors import ConfigError
+from co2.task import Task
 from co2.train import init_from
 from tasks.text.causal import CausalText
+from tasks.text.gpt2 import GPT2
+from tasks.text.roberta import RoBERTa, roberta_ids
 from tests.cli.harness import (
     assert_same_run,
-    cli,
     configured,
-    metrics,
+    contents,
+    folder_of,
     pooled,
+    small,
     weights,
 )
-from tests.cli.test_checkpoint import damage
+from tests.tasks import small_glue
+from tests.tasks.build import text_of
 from tests.tasks.conftest import story
 from tests.workers import Pool
+
+Finished = Callable[[str], Path]
+WORDS = "replica anchor, über\n\n\tround数 the"
+
+
+@pytest.fixture(scope="module")
+def exported(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The export of a finished run of a task."""
+    base, made = tmp_path_factory.mktemp("exported"), {}
+
+    def of(task: str) -> Path:
+        if task not in made:
+            assert train.APP.main(["export", str(finished(task)), str(base / task)]) == 0
+            made[task] = base / task
+        return made[task]
+
+    return of
+
+
+@pytest.fixture
+def words(root: Path, text: Path, tmp_path: Path) -> Callable[..., tuple[str, ...]]:
+    """The command line of a run that starts from a folder."""
+
+    def of(task: str, start: Path, *more: str) -> tuple[str, ...]:
+        few = ("train.batch_size=4", "launch.workers=1", "method=allreduce", "log.wandb=disabled")
+        return (*small(task, root, text), *few, f"init_from={start}", *more)
+
+    return of
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """What the lines of Python in an export's README.md make."""
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code.replace("FOLDER", str(folder)), "README.md", "exec"), names)
+    return names
+
+
+def started(words: tuple[str, ...], runs: Path) -> tuple[Task, nn.Module]:
+    """A task that init_from has been checked for, and a new model with the weights. Raises
+    `ConfigError` as train.py does."""
+    config = configured(*words, runs=runs)
+    train.APP.prepare_data(config)
+    task = train.APP.make_task(config)
+    task.setup(1)
+    model = task.model()
+    assert config.init_from is not None
+    init_from.load(config.init_from, model, task)
+    return task, model
+
+
+def refused(words: tuple[str, ...], runs: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        started(words, runs)
+    assert caught.value.key == "init_from" and "\n" not in str(caught.value)
+    assert not runs.exists()
+    return caught.value.hint
+
+
+def test_all_files_have_the_mode_that_the_umask_leaves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of a run and its checkpoints, and those of the export."""
+    runs, words = tmp_path / "runs", ("method=co2", "launch.workers=1", "train.steps=2")
+    before = os.umask(0o027)
+    try:
+        train.APP.work(configured(*words, "checkpoint.every=1", "log.wandb=offline", runs=runs))
+        run = str(folder_of(*words, runs=runs))
+        assert train.APP.main(["export", run, str(tmp_path / "made")]) == 0
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert {"model.safetensors", "model.pt", "worker_0.safetensors"} <= {
+        path.name for path in files
+    }
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {
+        path.name: "0o640" for path in files
+    }
+
+
+def test_gpt2(finished: Finished, exported: Finished) -> None:
+    """Logits and tokens are the same, and nothing is missing."""
+    from transformers import AutoModelForCausalLM
+
+    folder = exported("gpt2")
+    names, run = read(folder), train.APP.open(str(finished("gpt2")))
+    model, tokenizer, own = names["model"], names["tokenizer"], run.model()
+    assert isinstance(run.task, GPT2)
+    learned = run.task.tokenizer()
+    assert learned is not None
+    tokens = torch.tensor([tokenizer.encode(WORDS)])
+    assert tokens[0].tolist() == Tokenizer.from_str(learned).encode(WORDS).ids
+    assert tokenizer.decode(tokens[0]) == WORDS
+    assert tokenizer.eos_token_id == model.config.eos_token_id == run.task.separator
+    assert torch.equal(model(tokens).logits, own(input_ids=tokens).logits)
+    _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    assert tokenizer.model_max_length == 32
+
+
+def test_roberta(finished: Finished, exported: Finished) -> None:
+    folder = exported("roberta")
+    names, run = read(folder), train.APP.open(str(finished("roberta")))
+    model, tokenizer, own = names["model"], names["tokenizer"], run.model()
+    assert isinstance(run.task, RoBERTa)
+    text = text_of(run.task)
+    learned = Tokenizer.from_file(f"{text.folder}/tokenizer.json").encode(WORDS).ids
+    tokens = torch.tensor([tokenizer.encode(WORDS)])
+    assert tokens[0].tolist() == [0, *roberta_ids(text, False)[learned], 2]
+    size = model.config.vocab_size
+    filled = tokenizer("replica <mask> round")["input_ids"]
+    assert size == 516 and filled.count(size - 1) == 1 and tokenizer.mask_token_id == size - 1
+    assert len(filled) == len(tokenizer("replica round")["input_ids"]) + 1
+    special = tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id
+    assert (*special, tokenizer.unk_token_id) == (0, 1, 2, 3)
+    places = torch.arange(tokens.shape[1])[None]
+    torch.testing.assert_close(model(tokens).logits, own(tokens, places), rtol=0, atol=1e-6)
+    first, second = (tokenizer(words)["input_ids"][1:-1] for words in ("the", "of"))
+    assert tokenizer("the", "of")["input_ids"] == [0, *first, 2, 2, *second, 2]
+
+
+def test_glue(finished: Finished, exported: Finished) -> None:
+    names, own = read(exported("glue")), train.APP.open(str(finished("glue"))).model()
+    given = names["tokenizer"](["the round", "anchor"], padding=True, return_tensors="pt")
+    logits = names["model"](**given).logits
+    assert logits.shape == (2, 2)
+    torch.testing.assert_close(logits, own(given["input_ids"]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("task", ["vit", "resnet50"])
+def test_images(finished: Finished, exported: Finished, task: str) -> None:
+    folder, images = exported(task), torch.rand(3, 3, 28, 28)
+    model, own = read(folder)["model"].eval(), train.APP.open(str(finished(task))).model()
+    assert torch.equal(model(images), own(images))
+    about = json.loads((folder / "config.json").read_text())
+    assert about["num_classes"] == 10 and about["pretrained_cfg"]["input_size"] == [3, 28, 28]
+    assert about["label_names"] == list("0123456789")
+
+
+@pytest.mark.parametrize("task", ["toy", "moe"])
+def test_what_no_library_knows(finished: Finished, exported: Finished, task: str) -> None:
+    """Plain weights by their own names; one of two names is stored once."""
+    found, there = read(exported(task))["weights"], weights(finished(task))
+    assert there.keys() - found.keys() == ({"lm_head.weight"} if task == "moe" else set())
+    assert found and all(torch.equal(weight, there[name]) for name, weight in found.items())
+    about = json.loads((exported(task) / "config.json").read_text())
+    assert about["task"] == task and about[task].keys() > {"toy": {"hidden"}, "moe": {"size"}}[task]
+    with safe_open(exported(task) / "model.safetensors", "pt") as file:
+        header = file.metadata()
+    assert header["task"] == task and header["method"] == "allreduce"
+    assert header.keys() >= {"command", "commit", "scale"}
+    assert (exported(task) / "tokenizer.json").exists() == (task == "moe")
+
+
+@pytest.mark.parametrize("task", ["gpt2", "roberta", "glue", "vit", "resnet50", "moe", "toy"])
+def test_it_comes_back(
+    finished: Finished, exported: Finished, words: Callable, tmp_path: Path, task: str
+) -> None:
+    """init_from of the export starts with the weights of the run, to the last bit."""
+    _, model = started(words(task, exported(task)), tmp_path / "runs")
+    there, here = weights(finished(task)), model.state_dict()
+    assert there.keys() == here.keys()
+    assert all(torch.equal(weight, there[name]) for name, weight in here.items())
+
+
+def test_it_is_evaluated_alike(
+    finished: Finished, exported: Finished, words: Callable, tmp_path: Path
+) -> None:
+    """A run of the export that learns nothing ends where the other one did, and says from what."""
+    still = ("train.steps=1", "optim.lr=0")
+    config = configured(*words("gpt2", exported("gpt2"), *still), runs=tmp_path / "runs")
+    train.APP.prepare_data(config)
+    train.APP.work(config)
+    (folder,) = (path.parent for path in (tmp_path / "runs").rglob("summary.json"))
+    first, second = (
+        json.loads((run / "summary.json").read_text())["final"]
+        for run in (finished("gpt2"), folder)
+    )
+    assert first == second
+    start = json.loads((folder / "manifest.json").read_text())["init_from"]
+    assert start == {"folder": str(exported("gpt2")), "sha256": digest(exported("gpt2"))}
+
+
+def digest(folder: Path) -> str:
+    import hashlib
+
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("task", "data"),
+    [("gpt2", "openwebtext"), ("moe", "openwebtext"), ("glue", "wikibooks")],
+)
+def test_data_of_its_tokenizer(
+    exported: Finished, words: Callable, text: Path, tmp_path: Path, task: str, data: str
+) -> None:
+    """The vocabulary of the data is the model's (docs/runs.md), which may be larger than that of
+    its tokenizer, as here."""
+    from datasets import Dataset
+
+    from tasks.prepare.__main__ import main
+
+    root, start = tmp_path / "root", exported("roberta" if task == "glue" else task)
+    pieces = text.read_text().split("\n\n")
+    Dataset.from_dict({"text": pieces}).save_to_disk(str(tmp_path / "texts"))
+    own = ("--source", str(tmp_path / "texts"), "--tokenizer", str(start / "tokenizer.json"))
+    assert main([data, *own, "--shards", "2", "--val-share", "0.2", "--root", str(root)]) == 0
+    more = ["data.path=null", f"data.root={root}", f"{task}.corpus={data}"]
+    if task == "glue":
+        small_glue.write(root / "glue", ("rte",))
+        more.append("glue.name=rte")
+    _, model = started(words(task, start, *more), tmp_path / "runs")
+    here = {name.removeprefix("language."): weight for name, weight in model.state_dict().items()}
+    there = load_file(start / "model.safetensors")
+    same = [name for name in there if not name.startswith("lm_head.")]
+    assert len(same) > 20 and all(torch.equal(here[name], there[name]) for name in same)
+
+
+def test_glue_starts_from_roberta(
+    finished: Finished, exported: Finished, words: Callable, tmp_path: Path
+) -> None:
+    """The encoder is that of the export, the head is as it would be without."""
+    task, model = started(words("glue", exported("roberta")), tmp_path / "runs")
+    here, there, new = model.state_dict(), weights(finished("roberta")), task.model().state_dict()
+    encoder = here.keys() & there.keys()
+    assert len(encoder) > 30 and all(torch.equal(here[name], there[name]) for name in encoder)
+    heads = here.keys() - there.keys()
+    assert heads and all(torch.equal(here[name], new[name]) for name in heads)
+
+
+def spoiled(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """A copy with other weights, of which nobody says whose they are."""
+    shutil.copytree(source, folder)
+    found = load_file(folder / "model.safetensors")
+    change(found)
+    save_file(found, folder / "model.safetensors")
+    return folder
+
+
+def edited(source: Path, folder: Path, name: str, change: Callable[[Any], object]) -> Path:
+    """A copy with another file of JSON."""
+    shutil.copytree(source, folder)
+    value = json.loads((folder / name).read_text())
+    change(value)
+    (folder / name).write_text(json.dumps(value))
+    return folder
+
+
+def test_as_the_hub_has_gpt2(
+    finished: Finished, exported: Finished, words: Callable, tmp_path: Path
+) -> None:
+    """Other names, masks among the weights, merges as texts, its own name of the activation."""
+
+    def older(found: dict[str, Tensor]) -> None:
+        for name in list(found):
+            found[name.removeprefix("transformer.")] = found.pop(name)
+        found["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
+
+    folder = spoiled(exported("gpt2"), tmp_path / "older", older)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((folder / "config.json").read_text())
+    config = {**config, "activation_function": "gelu_new"}
+    del config["layer_norm_epsilon"]
+    (folder / "config.json").write_text(json.dumps(config))
+    _, model = started(words("gpt2", folder), tmp_path / "runs")
+    there = weights(finished("gpt2"))
+    assert all(torch.equal(weight, there[name]) for name, weight in model.state_dict().items())
+
+
+def test_another_model_is_refused(exported: Finished, words: Callable, tmp_path: Path) -> None:
+    runs, gpt2 = tmp_path / "runs", exported("gpt2")
+    assert "is a run of task=gpt2" in refused(words("moe", gpt2), runs)
+    assert "is a run of task=toy" in refused(words("gpt2", exported("toy")), runs)
+    assert "model_type=gpt2" in refused(words("glue", gpt2), runs)
+    assert "has the shape" in refused(words("gpt2", gpt2, "gpt2.context=16"), runs)
+    heads = edited(gpt2, tmp_path / "heads", "config.json", lambda c: c.update(n_head=2))
+    assert "n_head=2, this run's model 4" in refused(words("gpt2", heads), runs)
+
+
+def test_another_vocabulary_is_refused(exported: Finished, words: Callable, tmp_path: Path) -> None:
+    def swapped(tokenizer: Any) -> None:
+        merges = tokenizer["model"]["merges"]
+        merges[0], merges[1] = merges[1], merges[0]
+
+    runs = tmp_path / "runs"
+    for task in ("gpt2", "moe", "roberta", "glue"):
+        folder = edited(exported(task), tmp_path / task, "tokenizer.json", swapped)
+        hint = refused(words(task, folder), runs)
+        assert "its tokenizer.json is not that of" in hint and "tasks.prepare" in hint
+        (folder / "tokenizer.json").unlink()
+        assert "holds no tokenizer.json" in refused(words(task, folder), runs)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("model.safetensors", b"\x80\x04.", "model.safetensors cannot be read"),
+        ("config.json", b"{", "config.json or tokenizer.json is damaged"),
+        ("config.json", b"{}", "model_type=None"),
+        ("tokenizer.json", b"[" * 100_000, "config.json or tokenizer.json is damaged"),
+    ],
+)
+def test_a_damaged_export(
+    exported: Finished, words: Callable, tmp_path: Path, name: str, content: bytes, says: str
+) -> None:
+    folder = shutil.copytree(exported("gpt2"), tmp_path / "damaged")
+    (folder / name).write_bytes(content)
+    assert says in refused(words("gpt2", folder), tmp_path / "runs")
+
+
+def test_weights_that_do_not_fit(exported: Finished, words: Callable, tmp_path: Path) -> None:
+    runs, source = tmp_path / "runs", exported("toy")
+    saved = load_file(source / "model.safetensors")
+    first = next(name for name, weight in saved.items() if weight.is_floating_point())
+    nan = spoiled(source, tmp_path / "nan", lambda w: w[first].fill_(float("nan")))
+    assert "model.safetensors has a weight that is not finite" in refused(words("toy", nan), runs)
+    gone = spoiled(source, tmp_path / "gone", lambda w: w.pop(first))
+    assert f"{first} has the shape none there" in refused(words("toy", gone), runs)
+    (tmp_path / "pickle").mkdir()
+    (tmp_path / "pickle" / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    hint = refused(words("toy", tmp_path / "pickle"), runs)
+    assert "no finished run" in hint and "model.safetensors" in hint
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: Path | str) -> str:
+    """The line with which it is refused."""
+    capsys.readouterr()
+    assert train.APP.main(["export", *map(str, words)]) == 2
+    caught = capsys.readouterr()
+    (line,) = caught.err.splitlines()
+    assert caught.out == "" and line.startswith("error: ")
+    return line
+
+
+SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "unfinished": (lambda f: (f / "summary.json").unlink(), "no summary.json: it is no finished"),
+    "cut": (lambda f: os.truncate(f / "model.pt", 999), "model.pt cannot be read"),
+    "unknown task": (
+        lambda f: (f / "config.yaml").write_text("task: tyo"),
+        "is a run of task=tyo; did you mean toy?",
+    ),
+    "unknown method": (
+        lambda f: (f / "config.yaml").write_text("{task: toy, method: col2}"),
+        "its config.yaml does not fit",
+    ),
+    "code": (
+        lambda f: (f / "config.yaml").write_text("!!python/object/apply:os.mkdir [here]"),
+        "missing or damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_no_finished_run(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    spoil, says = SPOILT[kind]
+    run = shutil.copytree(finished("toy"), tmp_path / "toy")
+    spoil(run)
+    line = answer(capsys, run, tmp_path / "out")
+    assert line.startswith(f"error: RUN={run}: ") and says in line
+    assert os.listdir(tmp_path) == ["toy"]
+
+
+def test_other_data(
+    finished: Finished, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The vocabulary would be another one; and without data there is none."""
+    run, own = shutil.copytree(finished("gpt2"), tmp_path / "gpt2"), tmp_path / "own.txt"
+    config = (run / "config.yaml").read_text()
+    assert str(text) in config
+    (run / "config.yaml").write_text(config.replace(str(text), str(own)))
+    assert "its data are needed" in answer(capsys, run, tmp_path / "out")
+    own.write_text(text.read_text()[::-1])
+    assert "its data have changed" in answer(capsys, run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_other_data_than_before(
+    finished: Finished, root: Path, text: Path, tmp_path: Path, ended: bool
+) -> None:
+    """To go on with a run says the same, and so does to show a finished one."""
+    own, run = tmp_path / text.name, finished("gpt2")
+    shutil.copy(text, own)
+    place = tmp_path / "runs" / run.relative_to(run.parents[3])
+    shutil.copytree(run, place)
+    config = (place / "config.yaml").read_text()
+    (place / "config.yaml").write_text(config.replace(str(text), str(own)))
+    if not ended:
+        (place / "summary.json").unlink()
+    few = ("train.steps=2", "train.batch_size=4", "train.eval_every=100", "launch.workers=1")
+    words = (*small("gpt2", root, own), "method=allreduce", *few, f"tag={place.parent.name}")
+    words = (*words, "log.wandb=disabled")
+    train.APP.prepare_data(configured(*words, runs=tmp_path / "runs"))
+    own.write_text(text.read_text() + "And another line.\n")
+    before = contents(place)
+    with pytest.raises(ConfigError) as caught:
+        train.APP.prepare_data(configured(*words, runs=tmp_path / "runs"))
+    assert str(caught.value).startswith(f"data.path={own}: ")
+    assert "its data have changed since it was trained: " in str(caught.value)
+    assert "resume=never" in str(caught.value) and contents(place) == before
+    train.APP.prepare_data(configured(*words, "resume=never", runs=tmp_path / "runs"))
+
+
+def test_the_folder_is_taken(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing of it is changed; an empty one will do."""
+    run, taken, empty = finished("toy"), tmp_path / "taken", tmp_path / "empty"
+    taken.mkdir()
+    empty.mkdir()
+    (taken / "model.safetensors").write_text("another")
+    before = contents(tmp_path)
+    for folder in (taken, taken / "model.safetensors", run):
+        assert "exists and is not empty" in answer(capsys, run, folder)
+    assert "no such folder" in answer(capsys, tmp_path / "nowhere", tmp_path / "out")
+    below = taken / "model.safetensors" / "out"
+    assert answer(capsys, run, below).startswith(f"error: FOLDER={below}: ")
+    assert contents(tmp_path) == before
+    assert train.APP.main(["export", str(run), str(empty)]) == 0
+    assert (empty / "model.safetensors").exists()
+    assert "holds an exported model" in answer(capsys, empty, tmp_path / "out")
+
+
+def test_whole_or_not_at_all(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the disk is full, or somebody else was first."""
+    out = tmp_path / "out"
+
+    def full(weights: Any, path: Path, header: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with patch.object(safetensors.torch, "save_file", full):
+        assert "No space left on device" in answer(capsys, finished("toy"), out)
+    assert os.listdir(tmp_path) == []
+
+    def late(weights: Any, path: Path, header: Any) -> None:
+        save_file(weights, path, header)
+        out.mkdir()
+        (out / "theirs").touch()
+
+    with patch.object(safetensors.torch, "save_file", late):
+        assert "exists and is not empty" in answer(capsys, finished("toy"), out)
+    assert os.listdir(tmp_path) == ["out"] and os.listdir(out) == ["theirs"]
+
 
 COMMON = ("log.wandb=disabled", "launch.backend=gloo", "train.eval_every=100", "log.every=1")
 WIDTH = ("toy.hidden=8",)
@@ -74,12 +536,12 @@ def tuned(language: Path, root: Path, texts: Path, *words: str) -> tuple[str, ..
     return ("task=glue", "method=co2", "co2.tau=2", *few, *data, start, *COMMON, "tag=own", *words)
 
 
-def started(folder: Path) -> dict[str, str]:
+def origin(folder: Path) -> dict[str, str]:
     """What manifest.json says of the weights that a run started from."""
     return json.loads((folder / "manifest.json").read_text())["init_from"]
 
 
-def refused(*arguments: str, runs: Path) -> ConfigError:
+def refused_at_once(*arguments: str, runs: Path) -> ConfigError:
     """What train.py answers before it starts any worker."""
     words = ["task=toy", f"runs={runs}", *arguments]
     if any(word.startswith("task=") for word in arguments):
@@ -102,36 +564,15 @@ def test_any_task_starts_from_a_run_of_its_own(workers: Pool, tmp_path: Path, to
             assert torch.equal(value, second[name]), name
     tracked = next(name for name in first if "tracked" in name)
     assert second[tracked] == first[tracked] + 1
-    assert started(run.folder)["folder"] == str(toy) and len(started(run.folder)["sha256"]) == 64
+    assert origin(run.folder)["folder"] == str(toy) and len(origin(run.folder)["sha256"]) == 64
     fresh = pooled(workers, 2, *WIDTH, "train.steps=1", "optim.lr=0", runs=tmp_path / "fresh")
-    assert started(fresh.folder) is None
+    assert origin(fresh.folder) is None
 
 
-def test_the_encoder_is_the_run_s(
+def test_a_replica_of_several_workers(
     workers: Pool, tmp_path: Path, root: Path, language: Path, texts: Path
 ) -> None:
-    """At step 0; the head is new, as it would be without init_from."""
-    words = ("train.steps=1", "optim.lr=0")
-    ends = []
-    for start in (str(language), "null"):
-        line = tuned(language, root, texts, *words, f"init_from={start}")
-        run = pooled(workers, 2, *line, runs=tmp_path / start.rpartition("/")[2])
-        assert run.status == 0, run.err
-        ends.append(weights(run.folder))
-    there, (here, new) = weights(language), ends
-    encoder = [name for name in here if name in there]
-    assert len(encoder) > 30 and all(torch.equal(here[name], there[name]) for name in encoder)
-    heads = here.keys() - there.keys()
-    assert heads and all(name.startswith("language.classifier.") for name in heads)
-    assert all(torch.equal(here[name], new[name]) for name in heads)
-    assert not all(torch.equal(new[name], there[name]) for name in encoder)
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_a_replica_of_several_workers(
-    workers: Pool, tmp_path: Path, root: Path, language: Path, texts: Path, strategy: str
-) -> None:
-    words = ("train.steps=1", "optim.lr=0", "mesh.replica_size=2", f"mesh.strategy={strategy}")
+    words = ("train.steps=1", "optim.lr=0", "mesh.replica_size=2", "mesh.strategy=zero3")
     run = pooled(workers, 2, *tuned(language, root, texts, *words), runs=tmp_path / "runs")
     assert run.status == 0, run.err
     here, there = weights(run.folder), weights(language)
@@ -155,53 +596,19 @@ def test_it_is_not_read_again(
     again = pooled(workers, 2, *words, runs=tmp_path / "cut")
     assert again.status == 0 and "resumed at step 3 of 6" in again.out
     assert_same_run(whole.folder, again.folder)
-    assert started(again.folder) == started(whole.folder)
-
-
-def test_the_command_line(tmp_path: Path, root: Path, language: Path, texts: Path) -> None:
-    """Pre-trained, then fine-tuned; goes on; another run to start from is another run."""
-    runs = tmp_path / "runs"
-    words = tuned(language, root, texts, "launch.workers=1")
-    run = cli(*words, runs=runs)
-    assert run.status == 0, run.err
-    final = metrics(run.folder, "eval")[-1]
-    assert {"loss", "accuracy"} <= final.keys()
-    assert "finished already" in cli(*words, runs=runs).out
-    with pytest.raises(ConfigError, match=r"^init_from=None: .* holds a run with init_from=/"):
-        configured(*words, "init_from=null", runs=runs)
-
-
-def test_without_a_sound_checkpoint(workers: Pool, tmp_path: Path, toy: Path) -> None:
-    """Nothing of `init_from` was read, so training cannot silently begin from new weights."""
-    words = (f"init_from={toy}", *WIDTH, "train.steps=4", "checkpoint.every=2")
-    run = pooled(workers, 1, *words, runs=tmp_path / "runs")
-    (run.folder / "summary.json").unlink()
-    for step in (2, 4):
-        damage(run.folder / "checkpoints" / f"step_{step}", "flipped")
-    again = cli(*words, "launch.workers=1", runs=tmp_path / "runs")
-    assert again.status == 2
-    assert "/checkpoints holds no checkpoint that can be used" in again.err
-
-
-def test_no_such_folder(tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
-    assert "no such folder" in str(refused("init_from=nowhere", runs=runs))
-    assert "or null" in str(refused("init_from=", runs=runs))
-    # A worker that meets it all the same, where the folder has gone meanwhile, says it too.
-    with pytest.raises(ConfigError, match=r"^init_from=nowhere: its model\.pt cannot be read"):
-        init_from.described(configured("init_from=nowhere", runs=runs))
+    assert origin(again.folder) == origin(whole.folder)
 
 
 def test_another_model(
     tmp_path: Path, root: Path, toy: Path, text: Path, language: Path, texts: Path
 ) -> None:
     runs = tmp_path / "runs"
-    assert "has the shape" in str(refused(f"init_from={toy}", "toy.hidden=9", runs=runs))
-    error = refused(f"init_from={language}", runs=runs)
+    assert "has the shape" in str(refused_at_once(f"init_from={toy}", "toy.hidden=9", runs=runs))
+    error = refused_at_once(f"init_from={language}", runs=runs)
     assert "is a run of task=roberta; give one of task=toy" in str(error)
 
     def of_glue(*words: str) -> str:
-        return str(refused(*tuned(language, root, texts, *words), runs=runs))
+        return str(refused_at_once(*tuned(language, root, texts, *words), runs=runs))
 
     assert "is a run of task=toy" in of_glue(f"init_from={toy}")
     assert "roberta.size=smoke, this run glue.size=base" in of_glue("glue.size=base")
@@ -210,7 +617,6 @@ def test_another_model(
     assert "vocabulary" in of_glue(f"data.path={text}", "glue.name=adjoin")
 
 
-Finished = Callable[[str], Path]
 CONTEXT = 32
 
 
@@ -283,24 +689,16 @@ def test_drawn() -> None:
     assert sample.drawn(logits, 0.0, 4, draws) == 1
 
 
-def test_what_a_terminal_would_act_upon() -> None:
-    assert sample.shown("a\x1b[2J\tb\nü数\r") == "a\\x1b[2J\tb\nü数\\r"
-
-
 @pytest.mark.parametrize(
     ("task", "words", "says"),
     [
         ("toy", (), "is a run of task=toy, which writes no text"),
         ("roberta", (), "is a run of task=roberta, which fills masks"),
-        ("toy", ("\udcff",), "PROMPT=\\udcff: must be UTF-8"),
-        ("toy", ("", "--tokens", "0"), "--tokens=0: must be a whole number, 1 or more"),
-        ("toy", ("", "--temperature", "-1"), "--temperature=-1.0: must be a finite number"),
         ("toy", ("", "--temperature", "nan"), "--temperature=nan: must be a finite number"),
-        ("toy", ("", "--top-k", "-1"), "--top-k=-1: must be a whole number, 0 or more"),
         ("toy", ("", "--seed", "-1"), "--seed=-1: must be a whole number from 0"),
     ],
 )
-def test_refused(
+def test_no_text_is_written(
     finished: Finished,
     capsys: pytest.CaptureFixture[str],
     task: str,
@@ -313,8 +711,3 @@ def test_refused(
     caught = capsys.readouterr()
     (line,) = caught.err.splitlines()
     assert caught.out == "" and line.startswith("error: ") and says in line
-
-
-def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.APP.main(["sample", str(tmp_path / "none")]) == 2
-    assert "no such folder" in capsys.readouterr().err

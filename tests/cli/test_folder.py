@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import train
 from co2.errors import PREEMPTED, REFUSED, ConfigError
 from co2.methods.co2 import CO2
 from co2.record import fingerprint, lock
@@ -35,7 +34,6 @@ from tests.cli.harness import (
     assert_same_run,
     cli,
     command,
-    configured,
     folder_of,
     folders,
     held_port,
@@ -85,22 +83,10 @@ class TestTag:
         tag = self.of(f"data.path={value}")
         assert not set(tag) & set("/\\ :[],'\"") and tag not in ("", ".", "..")
 
-    def test_paths_of_the_same_name_differ(self) -> None:
-        assert self.of("data.path=/a/text") != self.of("data.path=/b/text")
-
     def test_long_ones_are_cut_and_differ(self) -> None:
         many = [f"co2.key{number}={number}" for number in range(40)]
         one, other = self.of(*many, "co2.z=1"), self.of(*many, "co2.z=2")
         assert one != other and len(one) <= 120
-
-    def test_long_fractions_are_short(self) -> None:
-        assert self.of("optim.lr=0.00100000000") == "lr0.001"
-        drawn, next_one = "0.30000000000000004", "0.3000000000000001"
-        tags = [self.of(f"optim.lr={value}") for value in (drawn, next_one, "0.3")]
-        assert len(set(tags)) == 3 and all(len(tag) <= len("lr0.1234_abcdef") for tag in tags)
-        assert tags[0] == self.of(f"optim.lr={drawn}0"), "the same number"
-        assert len(self.of("optim.lr=-1.2345678901e-05")) <= len("lr_1.235e_05_abcdef")
-        assert self.of("train.steps=1234567890") == "steps1234567890"
 
     def test_a_sweep_never_collides(self) -> None:
         jobs = [
@@ -174,16 +160,6 @@ def as_tasks(tmp_path: Path, runs: Path) -> tuple[list[int], str]:
         finally:
             for task in tasks:
                 task.kill()
-
-
-def test_afresh_moves_only_runs_aside(tmp_path: Path) -> None:
-    """Not the folder that was made to be held."""
-    words = ("train.steps=1", "launch.workers=1", "resume=never")
-    config = configured(*words, runs=tmp_path)
-    for names in (["seed0"], ["seed0", "seed0.1"]):
-        assert train.APP.run(config) == 0
-        assert [folder.name for folder in folders(tmp_path)] == names
-        assert all((folder / "summary.json").exists() for folder in folders(tmp_path))
 
 
 def test_workers_end_with_what_started_them(tmp_path: Path) -> None:
@@ -320,12 +296,6 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be written"):
         FolderLock.take(tmp_path)
     assert (tmp_path / "mine").read_text() == "precious"
-
-
-def test_a_place_without_room_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"tag=file: .* cannot be written \(.*\); make room"):
-        FolderLock.take(tmp_path / "file" / "seed0")
 
 
 SHORT = ("train.steps=4", "train.eval_every=4", "checkpoint.every=0")

@@ -5,31 +5,40 @@ one line.
 """
 
 import ast
+import contextlib
 import hashlib
+import io
 import json
 import os
 import pickle
 import shutil
+import subprocess
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import EpsImagePlugin, Image
 from safetensors import SafetensorError
 from safetensors.torch import save
 
 import train
+from co2.errors import ConfigError
+from co2.program import python
 from co2.record.folder import plain, run_folder
 from co2.start import launch
 from co2.train import state_file
 from co2.train.checkpoint import MANIFEST
-from tests.cli.harness import TOY, configured
-from tests.cli.refused import MARK, Payload, files, pickled, refused, tagged
+from tasks.text import store
+from tests.cli.harness import MARK, TOY, Payload, configured, files, pickled, refused, tagged
 from tests.cli.test_checkpoint import assert_state, checkpoints, part, state
-from tests.grids import first_of_each
+from tests.tasks import pictures, test_shapenet
+from tests.tasks.build import mesh
 
 Spoil = Callable[[Path], object]
 DEEP = "[" * 100_000
@@ -118,41 +127,30 @@ def of_here(folder: Path) -> Path:
 CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
     "torch.save of a payload": (of_worker(of_torch(lambda f: Payload(of_here(f)))), "be read"),
     "a bare pickle": (of_worker(lambda f: pickled(of_here(f))), "cannot be read"),
-    "a bare pickle, not summed": (of_worker(lambda f: pickled(of_here(f)), False), "checksum"),
-    "empty, and summed": (of_worker(lambda f: b""), "cannot be read"),
-    "cut, and summed": (of_worker(lambda f: (f / part()).read_bytes()[:-9]), "cannot be read"),
-    "no values": (of_worker(lambda f: save({"a": torch.zeros(3)})), "cannot be read"),
     "no JSON": (says("{'step': 2}"), "cannot be read (JSONDecodeError"),
     "deep JSON": (says(DEEP), "cannot be read (RecursionError"),
     "no state": (says("[1, 2]"), "holds no state"),
     "a tensor that is not there": (says('{"b": {"$tensor": "b"}}'), "cannot be read (KeyError"),
     "a tensor without a name": (says('{"b": {"$tensor": [1]}}'), "cannot be read (TypeError"),
-    "entries that are none": (says('{"b": {"$entries": [1]}}'), "cannot be read (TypeError"),
     "a file by a link": (linked(part()), "lies elsewhere"),
     "a manifest by a link": (linked(MANIFEST), "lies elsewhere"),
     "a folder by a link": (folder_linked, "lies elsewhere"),
     "a manifest that is a pipe": (a_pipe, "is no file"),
     "step": (manifest(step=9), "it is of step 9"),
-    "step as a text": (manifest(step="2"), "it is of step 2"),
-    "no step": (manifest(step=None), "it is of step None"),
     "world": (manifest(world=7), "saved by 7 workers"),
-    "world as a list": (manifest(world=[1]), "saved by [1] workers"),
     "world with a line end": (manifest(world="1\nerror"), r"saved by 1\nerror workers"),
     "no checksums": (manifest(sha256=None), MANIFEST),
-    "checksums as a list": (manifest(sha256=[part()]), MANIFEST),
     "another's checksums": (manifest(sha256={part(1): "0"}), part()),
     "a name with ..": (also_named("../../secret"), "lies elsewhere"),
-    "a shared name with ..": (also_named("replica_0/../../../secret"), "lies elsewhere"),
     "an absolute name": (also_named("ROOT/secret"), "lies elsewhere"),
     "a name with NUL": (manifest(sha256={part(): "0", "a\0b": "0"}), MANIFEST),
     "a list": (whole_manifest("[]"), MANIFEST),
-    "null": (whole_manifest("null"), MANIFEST),
     "a deep list": (whole_manifest(DEEP), MANIFEST),
     "no UTF-8": (lambda folder: (folder / MANIFEST).write_bytes(b"\xff\xfe{"), MANIFEST),
 }
 
 
-@pytest.mark.parametrize("kind", first_of_each(CHECKPOINTS, lambda kind: CHECKPOINTS[kind][1]))
+@pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_checkpoint(tmp_path: Path, kind: str) -> None:
     """It is said in one line and set aside, and the one before is used."""
     spoil, says = CHECKPOINTS[kind]
@@ -174,7 +172,7 @@ def test_checkpoint(tmp_path: Path, kind: str) -> None:
     assert not (tmp_path / MARK).exists()
 
 
-@pytest.mark.parametrize("name", ["step_²", "step_٣", "step_-1", "step_1e3", "step_"])
+@pytest.mark.parametrize("name", ["step_²", "step_-1", "step_"])
 def test_names_that_are_no_step(tmp_path: Path, name: str) -> None:
     saver = checkpoints(tmp_path)
     (tmp_path / name).mkdir()
@@ -233,11 +231,6 @@ def text(name: str, make: Callable[[Path], str] | str) -> Spoil:
     return spoil
 
 
-def a_file(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.write_text("no folder")
-
-
 SAVED = "checkpoints/step_2/manifest.json"
 RUNS: dict[str, tuple[Spoil, str]] = {
     "config with code": (text("config.yaml", tagged), "config.yaml is damaged"),
@@ -245,26 +238,13 @@ RUNS: dict[str, tuple[Spoil, str]] = {
         text("config.yaml", lambda here: f"train:\n  steps: {tagged(here)}"),
         "config.yaml is damaged",
     ),
-    "config that is a list": (text("config.yaml", "[1, 2]"), "config.yaml is damaged"),
-    "config that is empty": (text("config.yaml", ""), "config.yaml is damaged"),
-    "config that is torn": (text("config.yaml", "train: {steps:"), "config.yaml is damaged"),
-    "config that is deep": (text("config.yaml", DEEP), "config.yaml is damaged"),
     "config of another run": (text("config.yaml", "co2: {tau: 99}"), "holds a run with"),
-    "config that is no text": (
-        lambda folder: (folder / "config.yaml").write_bytes(b"\xff\0"),
-        "config.yaml is damaged",
-    ),
     "summary that is torn": (text("summary.json", '{"title": '), "summary.json is damaged"),
-    "summary that is a list": (text("summary.json", "[]"), "summary.json is damaged"),
-    "summary without figures": (text("summary.json", "{}"), "summary.json is damaged"),
-    "summary that is deep": (text("summary.json", DEEP), "summary.json is damaged"),
     "format of the past": (text(SAVED, '{"format": 1}'), "another version"),
-    "format of the future": (text(SAVED, '{"format": 99}'), "another version"),
-    "no format": (text(SAVED, "{}"), "another version"),
 }
 
 
-@pytest.mark.parametrize("kind", first_of_each(RUNS, lambda kind: RUNS[kind][1]))
+@pytest.mark.parametrize("kind", RUNS)
 def test_run_folder(run: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     spoil, says = RUNS[kind]
     spoil(run)
@@ -312,10 +292,8 @@ def gone(folder: Path) -> None:
 
 STARTS: dict[str, tuple[Spoil, str]] = {
     "no folder": (gone, "no such folder"),
-    "a file": (a_file, "no such folder"),
     "no finished run": (lambda f: (f / "summary.json").unlink(), "no summary.json"),
     "no weights": (lambda f: (f / "model.pt").unlink(), "no model.pt"),
-    "a payload": (model(lambda w, here: Payload(here)), "model.pt cannot be read"),
     "a payload amid the weights": (
         model(lambda w, here: w.update(more=Payload(here))),
         "model.pt cannot be read",
@@ -324,15 +302,8 @@ STARTS: dict[str, tuple[Spoil, str]] = {
         lambda f: (f / "model.pt").write_bytes(pickled(f.parent)),
         "model.pt cannot be read",
     ),
-    "cut": (
-        lambda f: (f / "model.pt").write_bytes((f / "model.pt").read_bytes()[:-99]),
-        "model.pt cannot be read",
-    ),
-    "empty": (lambda f: (f / "model.pt").write_bytes(b""), "model.pt cannot be read"),
     "a list": (model(lambda w, _: list(w.values())), "holds no weights by name"),
-    "a number among them": (model(lambda w, _: w.update(more=3)), "holds no weights by name"),
     "NaN": (model(lambda w, _: first(w, float("nan")) and None), "is not finite"),
-    "infinity": (model(lambda w, _: first(w, float("-inf")) and None), "is not finite"),
     "another shape": (
         model(lambda w, _: w.update({first(w): torch.zeros(3, 3, 3)})),
         "has the shape (3, 3, 3) there",
@@ -341,14 +312,11 @@ STARTS: dict[str, tuple[Spoil, str]] = {
     "one too many": (model(lambda w, _: w.update(more=torch.zeros(2))), "and none here"),
     "config with code": (text("config.yaml", tagged), "missing or damaged"),
     "config of another task": (text("config.yaml", "task: gpt2"), "is a run of task=gpt2"),
-    "config that is a number": (text("config.yaml", "7"), "missing or damaged"),
-    "manifest that is torn": (text("manifest.json", '{"data"'), "missing or damaged"),
-    "manifest that is deep": (text("manifest.json", DEEP), "missing or damaged"),
     "manifest without data": (text("manifest.json", "{}"), "missing or damaged"),
 }
 
 
-@pytest.mark.parametrize("kind", first_of_each(STARTS, lambda kind: STARTS[kind][1]))
+@pytest.mark.parametrize("kind", STARTS)
 def test_init_from(start: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     spoil, says = STARTS[kind]
     spoil(start)
@@ -370,11 +338,7 @@ CONFIGURATIONS: dict[str, tuple[str, Callable[[Path], str], str]] = {
         lambda here: f"toy: {tagged(here)}",
         "smoke.yaml, line",
     ),
-    "code in the root": ("config.yaml", tagged, "config.yaml, line"),
     "code in tuned settings": ("tuned/toy/co2.yaml", tagged, "co2.yaml, line 1"),
-    "torn tuned settings": ("tuned/toy/co2.yaml", lambda _: "co2: {tau:", "tuned=true"),
-    "an unknown tuned key": ("tuned/toy/co2.yaml", lambda _: "co2: {tua: 3}", "co2.tua=3"),
-    "a wrong tuned value": ("tuned/toy/co2.yaml", lambda _: "co2: {outer_lr: x}", "co2.outer_lr"),
     "interpolation in tuned settings": (
         "tuned/toy/co2.yaml",
         lambda _: "co2: {outer_lr: '${oc.env:HOME}'}",
@@ -393,9 +357,7 @@ CONFIGURATIONS: dict[str, tuple[str, Callable[[Path], str], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", first_of_each(CONFIGURATIONS, lambda kind: CONFIGURATIONS[kind][0])
-)
+@pytest.mark.parametrize("kind", CONFIGURATIONS)
 def test_configuration(here: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     name, make, says = CONFIGURATIONS[kind]
     conf = shutil.copytree(train.APP.conf, here / "conf")
@@ -405,6 +367,122 @@ def test_configuration(here: Path, capsys: pytest.CaptureFixture[str], kind: str
     app = replace(train.APP, conf=conf)
     words = ["task=toy", "method=co2", *(["tuned=true"] if name.startswith("tuned") else [])]
     assert says in refused(app.main, words, capsys)
+    assert files(here) == before and MARK not in before
+
+
+def postscript(here: Path) -> bytes:
+    """A picture that PIL hands to the program `gs`, which is ours here."""
+    program = here / "bin" / "gs"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\nmkdir -p {here / MARK}\n")
+    program.chmod(0o755)
+    head = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\n%%EndComments\n"
+    return (head + "showpage\n%%EOF\n").encode()
+
+
+def bomb(here: Path) -> bytes:
+    """A small file of 40,000 × 40,000 pixels."""
+    data = io.BytesIO()
+    Image.new("1", (8, 8)).save(data, "PNG")
+    whole = bytearray(data.getvalue())
+    whole[16:24] = (40_000).to_bytes(4, "big") * 2
+    whole[29:33] = zlib.crc32(whole[12:29]).to_bytes(4, "big")
+    return bytes(whole)
+
+
+@pytest.fixture
+def interpreter(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where PIL looks for PostScript's interpreter."""
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # it is looked for again
+    monkeypatch.setenv("PATH", f"{here / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    return here
+
+
+def met(*words: str, runs: Path) -> str:
+    """What a task says of its first batch."""
+    task = train.APP.make_task(configured(*words, "train.batch_size=2", runs=runs))
+    task.setup(1)
+    with pytest.raises(ConfigError) as caught:
+        next(iter(task.batches(mesh(), 0)))
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("make", [pickled, postscript, bomb])
+def test_a_picture(interpreter: Path, make: Callable[[Path], bytes]) -> None:
+    """Met in training: one line that names it. What else is bad in data: tests/tasks."""
+    folder, data = pictures.tree(interpreter / "tree", train=3, val=1), make(interpreter)
+    for path in (folder / "train").glob("*/*"):
+        path.write_bytes(data)
+    line = met("task=resnet50", "data.path=tree", runs=interpreter / "runs")
+    assert line.startswith("data.path=tree: train/") and "replace or remove it" in line
+    assert not (interpreter / MARK).exists()
+
+
+def test_postscript_would_run(interpreter: Path) -> None:
+    """Or the test above would prove nothing."""
+    (interpreter / "a.jpg").write_bytes(postscript(interpreter))
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        Image.open(interpreter / "a.jpg").load()
+    assert (interpreter / MARK).exists()
+
+
+def test_a_cloud(here: Path) -> None:
+    test_shapenet.write(here / "clouds", points=1100)
+    for path in (here / "clouds" / "shapenet_pc").iterdir():
+        np.save(path, np.array([Payload(here)]), allow_pickle=True)
+    line = met("task=shapenet", "data.path=clouds", runs=here / "runs")
+    assert line.startswith("data.path=clouds/shapenet_pc/0269") and "Object arrays" in line
+    assert not (here / MARK).exists()
+
+
+def test_weights_of_a_backbone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import timm
+
+    found = timm.create_model("resnet10t", num_classes=0).state_dict()
+    torch.save({**found, "more": Payload(here)}, here / "weights.pth")
+    words = ["task=ade20k", "ade20k.backbone=resnet10t", "ade20k.weights=weights.pth"]
+    line = refused(train.APP.main, [*TOY[1:], *words, f"runs={here / 'runs'}"], capsys)
+    assert line.startswith("ade20k.weights=weights.pth: ") and "is not a state dict" in line
+    assert not (here / MARK).exists() and not (here / "runs").exists()
+
+
+def meta(**changes: Any) -> Spoil:
+    """Other entries in meta.json of a store of tokens."""
+
+    def spoil(folder: Path) -> None:
+        path = folder / "meta.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return spoil
+
+
+STORES: dict[str, Spoil] = {
+    "gone": shutil.rmtree,
+    "cut": lambda folder: os.truncate(folder / "train.bin", 99),
+    "meta.json that is deep": text("meta.json", DEEP),
+    "meta.json that is a pickle": lambda f: (f / "meta.json").write_bytes(pickled(f.parents[1])),
+    "objects for numbers": meta(dtype="object"),
+    "a file elsewhere": meta(files=["../secret"]),
+    "fewer tokens than none": meta(parts={part: {"tokens": -300} for part in store.PARTS}),
+    "more than there are": meta(parts={part: {"tokens": 10**12} for part in store.PARTS}),
+}
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_prepared_text(here: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    (here / "secret").write_text("no token")
+    folder = here / "root" / "openwebtext"
+    tokens = np.arange(300, dtype=np.uint16)
+    store.create(folder, {part: [tokens] for part in store.PARTS}, 300, 0, {})
+    words = ["task=gpt2", "gpt2.corpus=openwebtext", "data.root=root", "gpt2.vocab_size=300"]
+    words.append("train.batch_size=2")
+    train.APP.prepare_data(configured(*words, runs=here / "runs"))
+    STORES[kind](folder)
+    before = files(here)
+    line = refused(train.APP.main, [*TOY[1:], *words, f"runs={here / 'runs'}"], capsys)
+    where = "gpt2.corpus=openwebtext: no sound root/openwebtext"
+    assert line.startswith(f"{where}; make it: {python()} -m tasks.prepare")
     assert files(here) == before and MARK not in before
 
 
@@ -484,42 +562,18 @@ def test_no_file_is_loaded_without_care() -> None:
     ("source", "name"),
     [
         ("import torch\ntorch.load(path)", "torch.load"),
-        ("import torch\ntorch.load(path, weights_only=False)", "torch.load"),
-        ("import torch\ntorch.load(path, weights_only=sure)", "torch.load"),
         ("import torch\ntorch.load(path, **options)", "torch.load"),
         ("from torch import load as read\nread(path)", "torch.load"),
         ("import torch\nreader = torch.load", "torch.load"),
-        (
-            "from timm.models import load_state_dict\nload_state_dict(path)",
-            "timm.models.load_state_dict",
-        ),
         ("import numpy as np\nnp.load(path, allow_pickle=True)", "numpy.load"),
-        ("import numpy as np\nnp.load(path)", "numpy.load"),
-        ("import pickle\npickle.load(file)", "pickle.load"),
         ("from pickle import loads\nloads(data)", "pickle.loads"),
         ("import yaml\nyaml.load(text, yaml.Loader)", "yaml.load"),
         ("eval(text)", "eval"),
-        ("exec(path.read_text())", "exec"),
-        (
-            "import torch.distributed.checkpoint as dcp\ndcp.FileSystemReader(path)",
-            "FileSystemReader",
-        ),
+        ("import torch\ntorch.load(path, map_location='cpu', weights_only=True)", ""),
+        ("import numpy as np\nnp.load(path, allow_pickle=False)", ""),
+        ("import yaml\nyaml.safe_load(text)", ""),
+        ("model.eval()", ""),
     ],
 )
 def test_what_would_be_found(source: str, name: str) -> None:
-    (found,) = unsafe(source)
-    assert found.endswith(name)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch\ntorch.load(path, map_location='cpu', weights_only=True)",
-        "import numpy as np\nnp.load(path, allow_pickle=False)",
-        "import yaml\nyaml.safe_load(text)",
-        "model.eval()",
-        "import json\njson.load(file)",
-    ],
-)
-def test_what_is_safe(source: str) -> None:
-    assert list(unsafe(source)) == []
+    assert list(unsafe(source)) == ([name] if name else [])

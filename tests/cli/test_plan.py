@@ -7,7 +7,6 @@ import torch
 
 import train
 from co2 import Mesh
-from co2.app import plan
 from co2.app.plan import Need, Place, Planner, course, lines
 from co2.errors import REFUSED, ConfigError
 from co2.gpus import GPUS
@@ -209,13 +208,8 @@ def test_the_smallest_number_that_holds_it() -> None:
             "--gpu=a100: no GPU of the table; it has a100-40g, a100-80g",
         ),
         (["task=toy", "--gpus", "none"], "--gpus=none: must be a whole number"),
-        (["task=toy", "--mfu", "40"], "--mfu=40: must be a number"),
-        (["task=toy", "--link", "fast"], "--link=fast: must be a rate"),
-        (["task=toy", "co2.tau=1,2", "--gpus", "2"], "co2.tau=1,2: several values"),
         (["task=toy", "--gpus", "12"], "--gpus=12: must fill servers of 8"),
-        (["task=toy", "co2.tua=1", "--gpus", "2"], "co2.tua=1: "),
         (["task=toy", "launch.workers=64", "--gpus", "2"], "launch.workers=64: --gpus=2 differs"),
-        (["task=toy", "launch.workers=some"], "launch.workers=some: must be a whole number"),
         (["task=toy", "launch.gpu=l4", "--gpu", "h100"], "launch.gpu=l4: --gpu=h100 differs"),
         (["task=toy", "method=torch_post_local_sgd", "--gpus", "2"], "method=torch_post_local_sgd"),
     ],
@@ -231,28 +225,11 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  740\n" in out and "not simulated: each fragment" in out
 
 
-def test_keys_that_mean_the_same_as_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["task=toy", "launch.workers=4", "launch.workers=16", "launch.gpu=l4"]
-    assert train.APP.main(["plan", *words, "--gpus", "16"]) == 0
-    assert "16 × l4, servers of 8" in capsys.readouterr().out
-
-
 def test_one_replica_synchronizes_with_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["task=toy", "mesh.replica_size=2", "mesh.strategy=zero1", "optim.name=adamw"]
     assert train.APP.main(["plan", *words, "--gpus", "2"]) == 0
     out = capsys.readouterr().out
     assert "none: there is one replica" in out and "exposed" not in out
-
-
-EXAMPLES = [
-    line.partition("  ")[0] for line in str(plan.__doc__).splitlines() if "co2 plan" in line
-]
-
-
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_the_examples_of_its_help(example: str) -> None:
-    _, _, _, *words = example.split()
-    assert train.APP.main(words) == 0
 
 
 def test_the_page_of_all_tasks(
@@ -282,21 +259,3 @@ class TestBeforeItIsQueued:
             config.scale = scale
             with pytest.raises(ConfigError, match="needs more than the 16"):
                 train.APP.check_memory(config, overrides)
-
-    def test_where_no_gpu_is_known_nothing_is_checked(self, tmp_path: Path) -> None:
-        config = configured(*self.WORDS, runs=tmp_path)
-        config.scale = "gpu"
-        train.APP.check_memory(config, list(self.WORDS))
-
-    def test_what_torch_compile_may_make_fit_is_a_warning(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        size = ("train.global_batch=4096", "train.batch_size=4096")
-        words = ("task=vit", "scale=paper", *size, "launch.workers=1")
-        config = configured(*words, "launch.gpu=l4", runs=tmp_path)
-        train.APP.check_memory(config, list(words))
-        assert capsys.readouterr().err.startswith("warning: train.batch_size=4096: needs more")
-
-    def test_an_unknown_gpu(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"^launch\.gpu=tpu: no GPU of the table"):
-            configured("launch.gpu=tpu", runs=tmp_path)

@@ -27,7 +27,6 @@ from co2.errors import DIVERGED, PREEMPTED, REFUSED, ConfigError
 from co2.record.folder import check_folder, read_summary
 from co2.record.provenance import of_all_starts
 from co2.train import checkpoint
-from co2.train.checkpoint import Checkpoints
 from tasks.toy import Toy
 from tests.cli.disturbed import Disturbance
 from tests.cli.harness import (
@@ -95,7 +94,6 @@ def unreadable(error: Exception, rank: int) -> Iterator[None]:
     ("error", "why"),
     [
         (PermissionError(13, "Permission denied"), "Permission denied"),
-        (OSError(5, "Input/output error"), "Input/output error"),
         (MemoryError(), "MemoryError"),
     ],
 )
@@ -107,26 +105,6 @@ def test_what_cannot_be_read_is_not_damaged(
     out, err = refused_again(workers, stopped, tmp_path, (), unreadable, (error, rank))
     assert "damaged" not in out
     assert f"/step_{STOPPED_AT}/{part(rank)} cannot be read on worker {rank} ({why}); " in err
-
-
-def test_a_checkpoint_that_one_worker_does_not_see(
-    workers: Pool, stopped: Run, tmp_path: Path
-) -> None:
-    """Its machine has not mounted the folder of all runs."""
-    _, err = refused_again(workers, stopped, tmp_path, (), blind, (1,))
-    assert (
-        f"/step_{STOPPED_AT}/unmounted cannot be read on worker 1 (No such file or directory); "
-        in err
-    )
-
-
-@contextmanager
-def blind(rank: int) -> Iterator[None]:
-    """Setup: a worker looks for checkpoints in a folder that is not there."""
-    path = Checkpoints._path
-    blind = patch.object(Checkpoints, "_path", lambda own, step: path(own, step) / "unmounted")
-    with blind if dist.get_rank() == rank else nullcontext():
-        yield
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl"])
@@ -168,8 +146,6 @@ def refused_again(
 NO_LINES = f"the steps 1 to {STOPPED_AT} are missing"
 LOST = {
     "deleted": (Path.unlink, NO_LINES),
-    "emptied": (lambda path: path.write_text(""), NO_LINES),
-    "garbage": (lambda path: path.write_bytes(bytes(range(128, 255)) * 9), NO_LINES),
     "a line": (lambda path: altered(path, 7, b"[7]\n"), "1 of its lines cannot be read"),
     "its end": (lambda path: cut(path, 30), "the steps 31 to 33 are missing"),
 }
@@ -340,7 +316,8 @@ def test_a_loss_that_is_not_finite(workers: Pool, tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_after_a_checkpoint(workers: Pool, tmp_path: Path) -> None:
-    run = pooled(workers, 1, *DIVERGE, "checkpoint.every=1", "log.every=1", runs=tmp_path / "runs")
+    words = (*DIVERGE, "checkpoint.every=1", "log.every=1")
+    run = pooled(workers, 1, *words, runs=tmp_path / "runs")
     assert run.status == DIVERGED
     newest = saved_steps(run.folder)[-1]
     assert_line(run.err, newest + 1, 0, os.path.relpath(run.folder / f"checkpoints/step_{newest}"))
@@ -407,20 +384,6 @@ def test_a_bad_last_step(workers: Pool, tmp_path: Path, world: int) -> None:
     assert run.status == DIVERGED and not (run.folder / "summary.json").exists()
     assert "error: the validation loss is nan at step 20; last good checkpoint: " in run.err
     assert "/checkpoints/step_15; " in run.err and not (run.folder / "model.pt").exists()
-
-
-def test_told_to_stop_where_nothing_is_finite(workers: Pool, tmp_path: Path) -> None:
-    words, stop = (*NOT_FINITE, "method=allreduce"), bad_gradient_and_told_to_stop
-    setting = {"setup": stop, "setup_arguments": (18,)}
-    run = pooled(workers, 2, *words, runs=tmp_path / "runs", **setting)
-    assert run.status == DIVERGED and saved_steps(run.folder) == [10, 15]
-    assert re.search(r"error: worker \d: .* is not finite at step 18; .*/step_15; ", run.err)
-
-
-@contextmanager
-def bad_gradient_and_told_to_stop(step: int) -> Iterator[None]:
-    with bad_gradient(step), stopped_after(step):
-        yield
 
 
 @pytest.mark.parametrize("elastic", ["false", "true"])

@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from co2.elastic.store import main
-from co2.errors import PREEMPTED, REFUSED, ConfigError
+from co2.errors import PREEMPTED, REFUSED
 from tests.cli.harness import (
     LIMIT_S,
     ROOT,
     Process,
     cli,
-    configured,
     folder_of,
     kill_session,
     metrics,
@@ -223,20 +221,6 @@ def test_a_store_that_nobody_needs_is_told_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("launch.store=node1:29400",), "only an elastic run has one; set launch.elastic=true"),
-        (("launch.elastic=true", "launch.store=node1"), "must be host:port, such as node1:29400"),
-    ],
-)
-def test_a_wrong_setting_is_refused(
-    tmp_path: Path, arguments: tuple[str, ...], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        configured("method=co2", *arguments, runs=tmp_path / "runs")
-
-
-@pytest.mark.parametrize(
     ("store", "message"),
     [("host.invalid:29400", "no such host"), ("127.0.0.1:1", "nobody answers there")],
 )
@@ -256,19 +240,3 @@ def test_something_else_is_where_the_store_should_be(tmp_path: Path) -> None:
     assert ended.status == REFUSED
     line = ended.err.splitlines()[-1]
     assert line.startswith(f"error: {store}: what answers there is no store; python -m co2.elastic")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--nodes=0",), "error: --nodes=0: must be 1 or more"),
-        (("--nodes=2", "--port=70000"), "error: --port=70000: must be a port"),
-    ],
-)
-def test_a_wrong_option_of_the_store(
-    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(options)
-    assert ended.value.code == REFUSED
-    assert capsys.readouterr().err.startswith(message)

@@ -18,7 +18,6 @@ from unittest.mock import patch
 
 import pytest
 import wandb
-from PIL import Image
 from torch import Tensor
 from wandb.proto.wandb_internal_pb2 import Record
 
@@ -27,11 +26,8 @@ from co2.config import Wandb
 from co2.errors import PREEMPTED, ConfigError
 from co2.record import wandb_sync
 from co2.record.metrics import UNITS, figures, unit_of
-from co2.record.provenance import Origin
 from co2.record.wandb import SEGMENTS, mode
 from co2.start import launch
-from recipes.runs import cells
-from recipes.runs.cells import TrainCell
 from tasks.toy import Toy
 from tests.cli.harness import configured, folder_of, metrics
 from tests.cli.test_elastic import ELASTIC, SLOW, assert_no_step_is_missing, disturbed, words
@@ -337,10 +333,6 @@ class TestWandB:
         assert rows == [list(row) for row in UNITS]
         assert unit_of("train/exposed_s") == "s" and unit_of("memory.gradient_bytes") == "bytes"
 
-    def test_config(self, told: list[Segment]) -> None:
-        config = _items(told[1].run.config.update)
-        assert config["co2"]["tau"] == 3 and config["train"]["steps"] == STEPS
-
     def test_group_and_tags(self, told: list[Segment]) -> None:
         for segment in told:
             assert segment.run.run_group == "task=toy co2.tau=3,6"
@@ -357,13 +349,6 @@ class TestWandB:
         others = {name: (value, unit) for name, value, unit in told[1].table("tables/summary")}
         assert others["exposed_s"] == (pytest.approx(summary["exposed_s"]), "s")
         assert told[1].summary["final"]["loss"] == pytest.approx(summary["final"]["loss"])
-
-    @pytest.mark.parametrize("name", ["loss", "timeline"])
-    def test_pictures(self, told: list[Segment], name: str) -> None:
-        (value,) = [row[key] for row in told[1].rows for key in row if key == f"figures/{name}"]
-        with Image.open(told[1].file(value)) as picture:
-            assert picture.format == "PNG" and picture.size == (value["width"], value["height"])
-            assert len(picture.convert("RGB").getcolors(1 << 24)) > 10
 
 
 def test_a_segment_is_replaced(tmp_path: Path) -> None:
@@ -414,11 +399,8 @@ def test_a_worker_is_lost(tmp_path: Path, victim: int) -> None:
     [
         ("online", "disabled", "disabled"),
         ("online", "offline", "offline"),
-        ("online", "dryrun", "offline"),
         ("online", "online", "online"),
-        ("online", "", "online"),
         ("offline", "online", "offline"),
-        ("disabled", "online", "disabled"),
     ],
 )
 def test_its_own_variable_can_only_make_it_record_less(
@@ -426,14 +408,6 @@ def test_its_own_variable_can_only_make_it_record_less(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", variable)
     assert mode(Wandb(chosen)) is Wandb(made)
-
-
-def test_disabled_by_its_own_variable_it_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert trained(tmp_path, "train.steps=2", *SINKS["W&B"]) == 0
-    assert not list(tmp_path.rglob("*wandb*"))
 
 
 def test_its_process_ends(tmp_path: Path) -> None:
@@ -449,16 +423,6 @@ def test_its_process_ends_with_an_error(tmp_path: Path) -> None:
         assert trained(tmp_path, *SINKS["W&B"]) == 0
     text = "W&B: ConnectionError: W&B's own process ended with 2; the run goes on without it"
     assert told_of(tmp_path, "W&B") == [text]
-
-
-def test_segments_without_tensorboard_are_shown_later(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    on, off = SINKS["TensorBoard"], SINKS["console"]
-    for chosen in (on, off, on):
-        with at_step(4, stop):
-            assert trained(tmp_path, *chosen) == PREEMPTED
-    assert trained(tmp_path, *on) == 0
-    assert_holds("TensorBoard", folder_of(*WORDS, runs=tmp_path), STEPS)
 
 
 def test_without_the_package_nothing_starts(
@@ -518,10 +482,6 @@ class TestSync:
         assert wandb_sync.main([str(runs), "--all"]) == 0
         assert handed == ["offline-run-b"]
 
-    def test_nothing_there(self, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-        assert wandb_sync.main([str(tmp_path / "runs")]) == 0
-        assert "nothing to sync" in capsys.readouterr().out
-
     def test_not_logged_in(
         self,
         stopped: Path,
@@ -536,29 +496,6 @@ class TestSync:
         ended = capfd.readouterr()
         assert "wandb login" in ended.out + ended.err
         assert "0 of 2 segments are synced" in ended.out
-
-
-def test_a_run_is_tagged_by_all_recipes_that_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = [
-        TrainCell(("one",), ("table2",)),
-        TrainCell(("two",), ("table2",)),
-        TrainCell(("one",), ("sweep",)),
-    ]
-    found = cells.once(asked)
-    assert [(c.overrides, c.recipes) for c in found] == [
-        (("one",), ("table2", "sweep")),
-        (("two",), ("table2",)),
-    ]
-    origins: list[Origin] = []
-    monkeypatch.setattr(TrainCell, "config", lambda cell: None)
-    monkeypatch.setattr(
-        "co2.app.application.App.work", lambda self, config, origin: origins.append(origin)
-    )
-    cells._train(found, None)  # type: ignore[arg-type]
-    assert origins == [
-        Origin("train.py one", ("table2", "sweep")),
-        Origin("train.py two", ("table2",)),
-    ]
 
 
 def test_units_name_each_thing_once() -> None:

@@ -251,16 +251,6 @@ def test_all_stop_after_the_same_step(workers: Pool, world: int, told: dict[int,
     assert step is not None and step >= min(told.values()) and all(back for _, back in ends)
 
 
-@pytest.mark.parametrize("told", [{}, {1: 10}], ids=str)
-def test_told_too_late_or_never(workers: Pool, told: dict[int, int]) -> None:
-    """In the last step: all have ended by themselves."""
-    assert workers.run(vote, 2, told, 10) == [(None, True)] * 2
-
-
-def test_alone_a_stop_is_immediate(workers: Pool) -> None:
-    assert workers.run(vote, 1, {0: 4}, 20) == [(4, True)]
-
-
 @replicas(2)
 def test_a_worker_ends_without_the_thread_that_answers(rank: int, world: int) -> None:
     """The others would wait for its answer, in an elastic run for ever."""

@@ -1,11 +1,9 @@
 """Every example's own commands run where nothing but the extra that it names is installed; the
 notebook runs from its first cell to its last, in a kernel, as a person runs it."""
 
-import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -71,23 +69,6 @@ def test_they_run(place: tuple[str, Path], tmp_path: Path) -> None:
             assert loss < (4.0 if name == "hf_trainer.py" else 1.0)  # 5.5 and 8 at the start
 
 
-ALONE = {
-    "own_loop.py": (),
-    "hf_trainer.py": (),
-    "accelerate_loop.py": ("-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu"),
-}
-"""How an example comes to have one replica, perhaps against what somebody wanted."""
-
-
-@SLOW
-@pytest.mark.parametrize("name", ALONE)
-def test_one_replica_is_told(name: str, tmp_path: Path) -> None:
-    words = [sys.executable, *ALONE[name], str(ROOT / "examples" / name)]
-    run = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert "replicas: 1\nwarning: there is nothing to synchronize; " in run.stdout
-
-
 def said(lines: list[str], cwd: Path, env: dict[str, str]) -> str:
     """The output of commands, which run at the same time."""
     with held_port() as port:
@@ -109,11 +90,6 @@ def _said(lines: list[str], cwd: Path, env: dict[str, str], port: str) -> str:
 
 
 NOTEBOOK = ROOT / "examples" / "compare_methods.ipynb"
-
-
-def test_the_notebook_s_outputs_are_left_out() -> None:
-    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
-        assert not cell.get("outputs") and cell.get("execution_count") is None
 
 
 @SLOW

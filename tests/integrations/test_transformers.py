@@ -232,38 +232,6 @@ def test_it_shows_the_consensus(tmp_path: Path) -> None:
         torch.testing.assert_close(found["saved"], one["often"], rtol=0, atol=0)
 
 
-def alone(folder: str) -> tuple[float, float]:
-    made = trainer(method("co2_keep"), folder, bf16=True, max_steps=30)
-    before = made.evaluate()["eval_loss"]
-    made.train()
-    return before, made.evaluate()["eval_loss"]
-
-
-def test_alone_in_bf16(tmp_path: Path) -> None:
-    ((before, after),) = called(alone, tmp_path, 1, str(tmp_path / "out"))
-    assert after < 0.9 * before
-
-
-def arguments_after(folder: str) -> list[bool]:
-    """What a caller's arguments say of the labels that are counted, and what the trainer's say."""
-    from transformers import TrainingArguments
-
-    from co2.integrations.transformers import SyncTrainer
-
-    found = []
-    given = TrainingArguments(folder, use_cpu=True, report_to=[])
-    for name in ("co2", "allreduce"):
-        made = SyncTrainer(language(), given, sync=method(name))
-        found.append(made.args.average_tokens_across_devices)
-    return [given.average_tokens_across_devices, *found]
-
-
-def test_arguments_stay_the_caller_s(tmp_path: Path) -> None:
-    """A trainer after this one counts as its own method wants."""
-    (found,) = called(arguments_after, tmp_path, 1, str(tmp_path / "out"))
-    assert found == [True, False, True]
-
-
 def refused(folder: str) -> list[str]:
     """The lines of what cannot be trained."""
     from torch.nn.parallel import DistributedDataParallel

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 import co2
+import train
 from co2.comm import mesh
 from co2.comm.background_mean import BackgroundMean
 from co2.comm.collectives import place
-from co2.errors import ConfigError
+from co2.errors import REFUSED, ConfigError
 from co2.start.processes import allow_files
 from tests.cli.harness import configured
 from tests.workers import replicas
@@ -105,3 +106,13 @@ def test_elastic_runs_make_other_groups(tmp_path: Path) -> None:
 def test_an_evaluation_is_shared(rank: int, world: int) -> None:
     """Else all workers would evaluate everything, with the same result."""
     assert place() == (rank, world)
+
+
+def test_too_few_open_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
+    assert train.APP.main(["task=toy"]) == REFUSED
+    line = "error: ulimit -n=20: 2 workers need 72 open files: ulimit -n 65536\n"
+    assert capsys.readouterr().err == line

@@ -23,7 +23,7 @@ from recipes.runs.cells import composed_config
 from tasks import TASKS
 from tests import loss_recorder
 from tests.cli.harness import metrics, pooled, small, tasks_at
-from tests.cli.test_every_task import few_scenes
+from tests.cli.test_training import few_scenes
 from tests.tasks import random_graph
 from tests.tasks.conftest import story
 from tests.workers import Pool
