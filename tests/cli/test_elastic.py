@@ -513,11 +513,11 @@ def test_resumed_by_fewer_and_by_as_many_as_before(tmp_path: Path) -> None:
     place = {"folder": folder_of(*arguments, runs=runs), "runs": runs, "log": log}
     one = killed_after(12, *arguments, **place)
     other = killed_after(one + 12, *arguments, "launch.workers=2", **place)
-    text = f"resumed at step {one} of {QUORUM_STEPS}, on 48 samples a step, before 48"
-    assert text in log.read_text()
+    text = f"resumed at step {one} of {QUORUM_STEPS}, with 2 replicas in place of 3: what"
+    assert text in log.read_text() and ", on 48 samples a step, before 48" in log.read_text()
     ended = cli(*arguments, runs=runs)
     assert ended.status == 0, ended.err
-    text = f"resumed at step {other} of {QUORUM_STEPS}, on 48 samples a step, before 48"
+    text = f"resumed at step {other} of {QUORUM_STEPS}, with 3 replicas in place of 2: the new"
     assert text in ended.out
     back = 2 * one + 3 * (other - one)
     state = read_state(place["folder"], QUORUM_STEPS, 0)

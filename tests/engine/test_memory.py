@@ -30,14 +30,15 @@ WIDTH = 257
 PARAMS = WIDTH * WIDTH + WIDTH + WIDTH * 8
 
 
-def storages() -> dict[int, int]:
-    """Bytes of every storage that a Python object holds, by address."""
+def storages() -> dict[int, torch.UntypedStorage]:
+    """Every storage that a Python object holds, by address. As long as somebody holds what is
+    returned, no other one gets the address."""
     gc.collect()
     found = {}
     for thing in gc.get_objects():
         if type(thing) in (Tensor, nn.Parameter) and not thing.is_meta:
             storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+            found[storage.data_ptr()] = storage
     return found
 
 
@@ -79,7 +80,8 @@ def held_beyond_the_ledger(name: str, wire: Precision, **fields: Any) -> tuple[f
     own = params + [p.grad for p in params if p.grad is not None]
     own += [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
     known = {t.untyped_storage().data_ptr() for t in own}
-    extra = sum(size for at, size in now.items() if at not in before and at not in known)
+    new = (one for at, one in now.items() if at not in before and at not in known)
+    extra = sum(storage.nbytes() for storage in new)
     method.flush()
     return extra / (4 * PARAMS), method.extra_copies
 

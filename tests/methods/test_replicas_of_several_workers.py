@@ -289,7 +289,7 @@ def test_the_ledger_counts_what_is_held(rank: int, kind: str, strategy: Strategy
     worker.method.state_dict()  # brings in what is in flight
     now = storages()
     worker.method.flush()
-    held = sum(size for at, size in now.items() if at not in before)
+    held = sum(one.nbytes() for at, one in now.items() if at not in before)
     found = ledger(worker.net, worker.optimizer, worker.method)
     assert sum(dataclasses.asdict(found).values()) == pytest.approx(held, rel=0.03)
     whole = 4 * sum(p.numel() for p in Net(257).parameters())
