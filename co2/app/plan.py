@@ -11,6 +11,7 @@ import argparse
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
@@ -167,7 +168,8 @@ class Planner:
             config = self.config(workers)
         except ConfigError as error:
             if error.key == "train.global_batch":
-                error.hint += f"; or on {self.nearest(workers)} GPUs (--nearest)"
+                with suppress(ConfigError):  # among no number of GPUs: the hint says enough
+                    error.hint += f"; or on {self.nearest(workers)} GPUs (--nearest)"
             raise
         need = self.need(config, workers)
         if not need.fits(self.usable):

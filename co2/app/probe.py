@@ -85,6 +85,11 @@ class Measured:
     mean: Curve
     gather: Curve
 
+    def whole_s(self, bucket_bytes: int) -> float:
+        """Seconds of a mean of the whole vector, bucket after bucket."""
+        buckets = math.ceil(self.vector_bytes / bucket_bytes)
+        return buckets * self.mean.at(min(self.vector_bytes, bucket_bytes))
+
     def check(self, workers: int) -> None:
         """See `Carrier`. They are those who have measured."""
 
@@ -116,8 +121,7 @@ class Forecast:
 def forecast(found: Measured, method: str, tau: int, bucket_bytes: int) -> Forecast:
     """Simulate a training by this method."""
     entry, config = CATALOGUE[method], METHODS[method].Config
-    comm_s = found.mean.at(min(found.vector_bytes, bucket_bytes))
-    comm_s *= math.ceil(found.vector_bytes / bucket_bytes)
+    comm_s = found.whole_s(bucket_bytes)
     if entry.exchange == "gather":
         comm_s = found.gather.at(entry.share * found.vector_bytes)
     overlapped = entry.blocking is Blocking.beyond_delay
@@ -156,8 +160,12 @@ def measure(session: Session, seconds: float, step_s: float | None) -> Measured:
     mesh, comm = run.mesh, run.config.comm
     trained = [p for p in session.module.parameters() if p.requires_grad]
     numel = sum(local(param.detach()).numel() for param in trained)
-    own = step_s or statistics.median(_steps(session, seconds / 3))
-    slowest = max(gathered(own, run.control))
+    if step_s is None:
+        _slowest(session, _WARM_UP)
+        # All make as many steps: the workers of a replica wait for each other in each.
+        slowest = _slowest(session, max(1, int(seconds / 3 / _slowest(session, 1))))
+    else:
+        slowest = step_s
     most = min(numel * 4, max(_SMALLEST, int(comm.bucket_mb * 2**20)))
     mean = BackgroundMean(max(1, most // 4), mesh, comm, device=mesh.device)
     vector_bytes = numel * mean.buffer.element_size()
@@ -175,23 +183,21 @@ def measure(session: Session, seconds: float, step_s: float | None) -> Measured:
     beside = slowest
     if steps > 0 and step_s is None and mesh.num_replicas > 1:
         mean.start()
-        beside = max(gathered(statistics.median(_steps(session, math.inf, steps)), run.control))
+        beside = _slowest(session, steps)
         mean.wait()
     mean.close()
     return Measured(mesh.num_replicas, slowest, max(slowest, beside), vector_bytes, means, gathers)
 
 
-def _steps(session: Session, seconds: float, most: int = 1_000_000) -> list[float]:
-    """Train alone for so many seconds or steps, and return the seconds of each."""
-    found: list[float] = []
-    for _ in range(0 if session.step else _WARM_UP):
-        _step(session)
-    began = time.perf_counter()
-    while not found or (len(found) < most and time.perf_counter() - began < seconds):
+def _slowest(session: Session, steps: int) -> float:
+    """Train alone for so many steps, and return the seconds of one on the slowest worker, a median.
+    Collective."""
+    found = []
+    for _ in range(steps):
         begun = time.perf_counter()
         _step(session)
         found.append(time.perf_counter() - begun)
-    return found
+    return max(gathered(statistics.median(found), session.run.control))
 
 
 def _step(session: Session) -> None:
@@ -256,8 +262,7 @@ def report(found: Measured, tau: int, bucket_bytes: int, overrides: Sequence[str
             )
         )
     head = ("method", "τ", "waits", "τ that hides", "MB a step", "copies", "command")
-    whole_s = found.mean.at(min(found.vector_bytes, bucket_bytes))
-    whole_s *= math.ceil(found.vector_bytes / bucket_bytes)
+    whole_s = found.whole_s(bucket_bytes)
     beside = found.beside_s / found.step_s - 1
     lines = [
         f"a step: {found.step_s:.3g} s, and {beside:.0%} more beside a mean",

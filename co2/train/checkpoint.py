@@ -207,8 +207,10 @@ class Checkpoints:
         if self.rank == 0:
             self._clear()
         unusable: dict[int, str] = {}
-        there = self.steps() if self.rank == 0 else []
-        for step in gathered(there, self.group)[0]:
+        there, refused = gathered(self._listed(), self.group)[0]
+        if refused is not None:
+            raise refused
+        for step in there:
             state, damage, refusal = self._read(step)
             fault = f"is damaged ({damage})" if damage else ""
             if not fault and (name := state_file.not_finite(state)):
@@ -236,6 +238,13 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The steps of all checkpoints, newest first."""
         return saved_steps(self.folder)
+
+    def _listed(self) -> tuple[list[int], ConfigError | None]:
+        """On worker 0, `steps`, or the refusal where they cannot be listed: it asks for all."""
+        try:
+            return self.steps() if self.rank == 0 else [], None
+        except ConfigError as error:
+            return [], error
 
     def _write_part(
         self, step: int, aside: Path, own: Split, copied: Mapping[str, Tensor]

@@ -84,12 +84,12 @@ def test_every_method_is_told_with_the_command_that_starts_it() -> None:
     assert words == ["train.py", "task=gpt2", "launch.workers=4", "method=co2", "co2.tau=12"]
 
 
-def _measured(rank: int, world: int, runs: str) -> Measured:
+def _measured(rank: int, world: int, runs: str, size: int) -> Measured:
     found: list[Measured] = []
     original = probe.report
     try:
         probe.report = lambda one, *_: found.append(one) or ""  # type: ignore[func-returns-value]
-        words = ("train.batch_size=4", "train.accumulate=2")
+        words = ("train.batch_size=4", "train.accumulate=2", f"mesh.replica_size={size}")
         config = configured(*words, f"launch.workers={world}", runs=Path(runs))
         probe._work(train.APP.make_task, 2.0, None, 12, (), config)
     finally:
@@ -97,9 +97,10 @@ def _measured(rank: int, world: int, runs: str) -> Measured:
     return found[0] if rank == 0 else None
 
 
-def test_what_workers_measure(workers: Pool, tmp_path: Path) -> None:
-    """Nothing is left behind."""
-    found, _ = workers.run(_measured, 2, str(tmp_path))
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_workers_measure(workers: Pool, tmp_path: Path, size: int) -> None:
+    """Nothing is left behind. The workers of a replica make as many steps as each other."""
+    found, *_ = workers.run(_measured, 2 * size, str(tmp_path), size)
     assert found.replicas == 2 and 0 < found.step_s <= found.beside_s
     with torch.device("meta"):
         model = train.APP.make_task(configured(runs=tmp_path)).model()

@@ -10,6 +10,7 @@ import torch
 
 from co2 import Mesh
 from co2.config import CheckpointConfig
+from co2.errors import ConfigError
 from co2.train import saving
 from co2.train.checkpoint import Checkpoints, Written
 from co2.train.saving import Look, SaveTimes
@@ -138,3 +139,17 @@ def test_where_nobody_can_tell_that_it_has_written(rank: int, tmp_path: Path) ->
     step, state = found.load()
     found.close()
     assert step == 3 and state["method"]["x"].tolist() == [rank, rank]
+
+
+@replicas(2)
+def test_a_folder_that_cannot_be_listed_is_told_to_all(rank: int, tmp_path: Path) -> None:
+    """Worker 0 alone looks."""
+    mesh = Mesh.world()
+    saved = Checkpoints(tmp_path, mesh, mesh.control_group(), 2, print)
+    refusal = ConfigError("resume", "auto", "it cannot be read")
+    with (
+        patch.object(Checkpoints, "steps", side_effect=refusal if rank == 0 else AssertionError),
+        pytest.raises(ConfigError, match="it cannot be read"),
+    ):
+        saved.load()
+    saved.close()
