@@ -292,7 +292,7 @@ def test_search(tmp_path: Path) -> None:
         "co2.tau=3",
     ]
     words += ["hydra.sweeper.n_jobs=1"]
-    words += ["co2.outer_lr=interval(.3,1.5)", "co2.outer_momentum=0.1,0.5", "train.seed=0"]
+    words += ["co2.outer_lr=interval(0.3,1.5)", "co2.outer_momentum=0.1,0.5", "train.seed=0"]
     ended = cli(*words, "hydra.sweeper.n_trials=2", runs=runs)
     assert ended.status == 0, ended.err
     assert len(folders(runs)) == 2

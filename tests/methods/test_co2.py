@@ -81,7 +81,7 @@ def test_above_one_it_does_not_and_says_so_once(
 
 
 def test_the_gap_fades_with_the_rate_and_the_steady_one_does_not() -> None:
-    """At .9 and .5 a round of two steps still removes 99 and 75 % of the distance."""
+    """At 0.9 and 0.5 a round of two steps still removes 99 and 75 % of the distance."""
     settings = {"outer_momentum": 0.2, "outer_lr": 1.0}
     _, faded = settled({"gap_penalty": "gap_aware", **settings}, (1.0, 0.1))
     _, steady = settled({"gap_penalty": "gap_aware_steady", **settings}, (1.0, 0.1))

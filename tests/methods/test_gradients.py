@@ -112,7 +112,7 @@ CASES = [
     Case("the rate of the call", [(1, 1)], [0, -0.5, -2, -5, -6], lr=(1.0, 0.5, 2.0, 3.0, 4.0)),
     # the buffer is 1, 3/2, 7/4; a step that was not undone would count twice
     Case("momentum", [(1, 1)], [0, -1, -1, -2.5, -2.5, -4.25, -4.25], momentum=0.5),
-    # g~ = 10, 5, 3.5, 2.5 at x~ = 8, 3, 1.5, .5; g = 6, 2, .25 at x = 8, 4, 2.25
+    # g~ = 10, 5, 3.5, 2.5 at x~ = 8, 3, 1.5, 0.5; g = 6, 2, 0.25 at x = 8, 4, 2.25
     Case("gradients are taken where the weights are", [(2, -2)],
          [8, 3, 4, 1.5, 2.25, 0.5, 1.3125], start=8.0, slope=1.0, lr=(0.5,) * CALLS),
 ]  # fmt: skip
