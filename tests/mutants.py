@@ -43,6 +43,8 @@ ROOMS = {
     "tasks": "tests/tasks",
 }
 """Where faults are put. All these tests are asked, those of its own folder first."""
+GOLDEN = "tests/recipes/test_golden.py"
+"""Is asked as well: a change of what a task trains is one of its losses."""
 MOST, MOST_FILES = 150, 8
 """So many tests that reach a fault are asked at most, and so many of their files."""
 KINDS = ("comparison", "constant", "statement", "argument")
@@ -373,7 +375,8 @@ def run(mutants: list[Mutant], most: int | None, jobs: int) -> None:
     assert not changed, f"commit these first, for the copies are of the last commit: {changed}"
     digest = hashlib.sha256(repr(mutants).encode()).hexdigest()[:8]
     logs = {
-        folder: ROOT / ".mutants" / f"{digest}-{Path(folder).name}.log" for folder in ROOMS.values()
+        folder: ROOT / ".mutants" / f"{digest}-{Path(folder).name}.log"
+        for folder in (*ROOMS.values(), GOLDEN)
     }
     with tempfile.TemporaryDirectory(prefix="mutants") as base, ThreadPoolExecutor(jobs) as pool:
 
@@ -409,7 +412,7 @@ def run(mutants: list[Mutant], most: int | None, jobs: int) -> None:
                 folders += [folder for folder in logs if folder not in folders]
                 tests = [test for folder in folders for test in tests_of[folder].get(number, [])]
                 if at_import(mutant):
-                    tests = folders[:1]
+                    tests = [folders[0], GOLDEN]
                 wanted.append((mutant, tests))
         for future in [pool.submit(one, *each) for each in wanted[:most]]:
             future.result()
