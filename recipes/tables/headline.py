@@ -8,13 +8,17 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import stdev
 from typing import Any
+
+from scipy.stats import t
 
 from co2.record.table import NOT_RUN, NOTHING, Table
 from recipes.recipe import Rows
 from recipes.registry import RECIPES
 from recipes.studies import field, rounds
 from recipes.tables import figures, shares
+from recipes.tables.answer import DATA
 from recipes.tables.entries import Entry, by_seed, entries
 from recipes.tables.equal_steps import Ratio
 from recipes.tables.log_mean import LogMean
@@ -25,6 +29,14 @@ SLOWEST = LINKS[0]
 BUDGET = 300
 """Rounds of the figure and of net time: as many as table2 trains."""
 BUDGETS = (100, BUDGET, 1000)
+WAITS = f"waits, %, {SLOWEST}, fp32"
+STEPS, NET_TIME, POINTS_MORE = "steps, {:,} rounds", "net time, {}", "{}, points"
+RACE = f"time to the loss, {SLOWEST}, best wire and τ"
+RACE_COLUMN = "ratio to AllReduce's seconds"
+FIRST_COLUMNS = (
+    *("method", WAITS, STEPS.format(BUDGET), *map(NET_TIME.format, LINKS), RACE),
+    POINTS_MORE.format("ViT"),
+)
 ALLREDUCE = METHODS[0].name
 ROWS = (*METHODS, *(row for row in rounds.BASES if row not in METHODS))
 POINTS = {
@@ -33,6 +45,7 @@ POINTS = {
     "mIoU": ("table1", "ADE20K"),
 }
 """Recipe and column of scores, of which points are shown."""
+FIRST_ROWS = ("AllReduce", "Local SGD", "Overlap-Local-SGD", STEADY_GAP.name, "CO2, kept progress")
 NET_TIMES = (1, 2, 4, 8)
 """Of the diagonals."""
 
@@ -172,28 +185,46 @@ def table(ours: Rows, scale: str) -> Table:
         for link in LINKS:
             dot = found.get((row.name, link))
             line.append(dot.net_time.text(".2f") if dot else NOT_RUN)
+        line.append(_interval(race.get((row.name, RACE_COLUMN))))
         line += [_points(of.get((row.name, name)), first) for of, name in scores.values()]
         lines.append(line)
     if not any(cell not in (NOT_RUN, NOTHING) for line in lines for cell in line[1:]):
         lines = []
     heads = (
         "method",
-        f"waits, %, {SLOWEST}, fp32",
+        WAITS,
         "waits, %, best wire and τ",
-        *(f"steps, {budget:,} rounds" for budget in BUDGETS),
-        *(f"net time, {link}" for link in LINKS),
-        *(f"{name}, points" for name in POINTS),
+        *map(STEPS.format, BUDGETS),
+        *map(NET_TIME.format, LINKS),
+        RACE,
+        *map(POINTS_MORE.format, POINTS),
     )
     text = (
         "GPT-2, two workers. Waits: share of the time in which a worker stands still for links of "
         f"{SLOWEST} (1.3 M parameters; best: what reached AllReduce's loss soonest, 0.19 M). "
         "Steps: for AllReduce's loss, in units of AllReduce's steps (0.19 M). Net time: steps "
-        f"after {BUDGET} rounds over the share of the throughput that is kept (fp32). Points: "
-        "AllReduce's score in percent, and what others have more; a star as in [table1]"
-        "(results/tables/table1.md). Brackets: 95 % intervals. Without a star a method is not "
+        f"after {BUDGET} rounds over the share of the throughput that is kept (fp32). Time to the "
+        "loss: measured, with the type on the wire, τ and schedule that are best for each method, "
+        "in units of AllReduce's on unlimited links (time_to_loss). Points: "
+        "AllReduce's score in percent, and what others have more; a star as in table1. "
+        "Brackets: 95 % intervals. Without a star a method is not "
         "shown to differ, nor shown to be equal."
     )
     return Table(heads, lines, title="Cost and benefit", text=text)
+
+
+def at_first(ours: Rows, scale: str) -> Table:
+    """The methods and columns of `table` that a first look is for."""
+    whole = table(ours, scale)
+    at = [list(whole.head).index(head) for head in FIRST_COLUMNS]
+    rows = {str(row[0]): [row[place] for place in at] for row in whole.rows}
+    text = (
+        f"GPT-2, and points of a ViT on {DATA['ViT'].partition(', ')[2]}; two workers. Steps and "
+        "times: multiples of AllReduce's on unlimited links, with 95 % intervals "
+        "([what each column is](docs/quality.md#cost-and-benefit))."
+    )
+    lines = [rows[name] for name in FIRST_ROWS if name in rows]
+    return Table(FIRST_COLUMNS, lines, title="Cost and benefit", text=text)
 
 
 def _entries(ours: Rows, recipe: str, scale: str) -> Mapping[tuple[str, str], Entry]:
@@ -206,6 +237,17 @@ def _entries(ours: Rows, recipe: str, scale: str) -> Mapping[tuple[str, str], En
 
 def _mean(entry: Entry | None) -> str:
     return NOT_RUN if entry is None else f"{entry.mean:.1f}"
+
+
+def _interval(entry: Entry | None) -> str:
+    """Mean with the 95 % t interval over the seeds."""
+    if entry is None:
+        return NOT_RUN
+    values = list(entry.values.values())
+    if len(values) < 2:
+        return f"{entry.mean:.2f}"
+    half = t.ppf(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return f"{entry.mean:.2f} [{entry.mean - half:.2f}, {entry.mean + half:.2f}]"
 
 
 def _best(entry: Entry | None, command: str) -> str:
@@ -228,11 +270,10 @@ def _points(entry: Entry | None, first: bool) -> str:
 
 def seconds(ours: Rows) -> Table:
     """Seconds to a loss in units of AllReduce's, from the soonest to the latest."""
-    column = "ratio to AllReduce's seconds"
     found = [
         (name, entry)
         for (name, of), entry in _entries(ours, "time_to_loss", "smoke").items()
-        if of == column
+        if of == RACE_COLUMN
     ]
     found.sort(key=lambda one: one[1].mean)
     return Table(

@@ -14,6 +14,7 @@ from recipes.tables.facts import Facts
 END = "<!-- results: end -->"
 SCALE = "smoke"
 TABLES: Mapping[str, Callable[[Rows], Table]] = {
+    "first": lambda ours: headline.at_first(ours, SCALE),
     "headline": lambda ours: headline.table(ours, SCALE),
     "losses": lambda ours: answer.by_data(answer.gaps(ours, SCALE)),
     "steps": headline.steps,

@@ -73,7 +73,7 @@ class MoE(CausalText):
         tile: Count = 256
         """Rows from one worker to another in a tile."""
         kernel: Kernel = Kernel.loop
-        """How a worker that has all experts computes them (docs/large-models.md)."""
+        """How a worker that has all experts computes them (docs/cluster.md)."""
         dropout: Decay = 0.0
         """Rate of dropout in embeddings, attention and residuals."""
 

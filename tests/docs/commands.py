@@ -115,6 +115,9 @@ def trains(arguments: list[str], world: int | None = None) -> list[Config]:
 def torchrun(arguments: list[str]) -> None:
     options = get_args_parser().parse_args(arguments)
     world = int(options.nproc_per_node) * int(options.nnodes.partition(":")[0])
+    if options.module:
+        python(["-m", options.training_script, *options.training_script_args])
+        return
     script(options.training_script, options.training_script_args, world)
 
 

@@ -1,6 +1,6 @@
-"""README's generated cells, computed again from the CSV files by other code: nothing of recipes/ is
-imported, and the spline, the pooled spread, Bartlett's test and Holm's correction are written here
-a second time."""
+"""The generated cells of docs/quality.md and README, computed again from the CSV files by other
+code: nothing of recipes/ is imported, and the spline, the pooled spread, Bartlett's test and Holm's
+correction are written here a second time."""
 
 import csv
 import math
@@ -14,7 +14,8 @@ from scipy.stats import chi2, norm, t
 from tests.cli.harness import ROOT
 
 Values = dict[int, float]
-README = (ROOT / "README.md").read_text()
+PAGES = {"headline": "docs/quality.md", "first": "README.md"}
+"""By the name of a table, the page where it is."""
 KEYS = {
     "AllReduce": "allreduce",
     "Local SGD": "local_sgd",
@@ -43,14 +44,15 @@ def _read() -> dict[tuple[str, str, str], Values]:
 OURS = _read()
 
 
-def _page() -> dict[str, dict[str, str]]:
-    block = README.partition("begin headline")[2].partition("<!-- results: end")[0]
+def _table(name: str) -> dict[str, dict[str, str]]:
+    text = (ROOT / PAGES[name]).read_text()
+    block = text.partition(f"begin {name} ")[2].partition("<!-- results: end")[0]
     lines = [line.strip("| ").split(" | ") for line in block.splitlines() if line.startswith("|")]
     head, _, *rows = lines
     return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
 
 
-PAGE = _page()
+PAGE = _table("headline")
 
 
 def _interval(mean: float, half: float | None, mark: str = "") -> str:
@@ -239,17 +241,27 @@ def test_the_headline_table(method: str) -> None:
         assert row[f"steps, {rounds:,} rounds"] == told
     for link in ("20 Mbit/s", "100 Mbit/s"):
         assert row[f"net time, {link}"] == _net_time(method, link)
+    race = list(OURS.get(("time_to_loss", method, "ratio to AllReduce's seconds"), {}).values())
+    half = t.ppf(0.975, len(race) - 1) * stdev(race) / math.sqrt(len(race)) if race else 0.0
+    ends = f"[{fmean(race) - half:.2f}, {fmean(race) + half:.2f}]" if race else ""
+    told = f"{fmean(race):.2f} {ends}" if race else "not run"
+    assert row["time to the loss, 20 Mbit/s, best wire and τ"] == told
     assert row["ViT, points"] == _points(method, "ViT")
     assert row["mIoU, points"] == _points(method, "ADE20K")
 
 
+def test_readme_has_rows_of_it() -> None:
+    first = _table("first")
+    assert len(first) == 5
+    for method, row in first.items():
+        assert len(row) == 7 and row.items() <= PAGE[method].items()
+
+
 def test_the_numbers_amid_sentences() -> None:
-    marked = re.findall(r"<!--=(.+?)-->(.*?)<!--/-->", README)
+    marked = re.findall(r"<!--=(.+?)-->(.*?)<!--/-->", (ROOT / "README.md").read_text())
     assert marked
     for key, shown in marked:
         kind, *place = key.split("|")
         values = list(OURS[tuple(place)].values())
-        told = (
-            f"{fmean(values):.2f} ± {stdev(values):.2f}" if len(values) > 1 else f"{values[0]:.2f}"
-        )
-        assert shown == {"measured": told, "count": str(len(values))}[kind], key
+        assert kind == "measured" and place[0] == "figure1"
+        assert shown == f"{fmean(values):.1f} ± {stdev(values):.1f}", key
