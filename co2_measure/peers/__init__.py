@@ -1,4 +1,4 @@
-"""Other people's implementations, measured on equal terms: see docs/peers.md.
+"""Other people's implementations, measured on equal terms: see docs/networks.md.
 
 The suite cannot promise of them what it promises of its own methods.
 """

@@ -13,6 +13,7 @@ import subprocess
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 import co2
 from co2.errors import ConfigError
 from co2.record import timeline
+from recipes.tables import layout
 from tests.cli.harness import ROOT, pooled
 from tests.docs import pages
 from tests.docs.commands import PROGRAMS, NotInstalled, check
@@ -177,6 +179,20 @@ def test_the_loop_of_the_readme() -> None:
     names = {"co2": co2, "model": model, "optimizer": optimizer, "batches": torch.randn(60, 8, 4)}
     exec(compile(code, "README.md", "exec"), names)
     assert model.weight.norm() < 0.5 * before.norm()
+
+
+def test_the_experiment_of_the_page(tmp_path: Path) -> None:
+    """Its runs are ones that can be made, and its table is drawn."""
+    (code,) = pages.snippets((ROOT / "docs" / "add-an-experiment.md").read_text(), "python")
+    names: dict[str, Any] = {}
+    exec(compile(code, "outer.py", "exec"), names)
+    recipe = names["RECIPE"]
+    cells = [column.cell("outer", row, "smoke", 0) for row, column in recipe.places("smoke")]
+    assert len(cells) == 3
+    for cell in cells:
+        cell.check()
+    (table,) = layout.tables(recipe, [], [], "smoke")
+    assert "recipes run outer" in table.page()
 
 
 def test_a_timeline_of_two_runs(workers: Pool, root: Path, tmp_path: Path) -> None:
