@@ -16,12 +16,6 @@ from co2.config import NODES, Config
 from co2.errors import ConfigError, nearest, require
 from co2.limits import limits, words
 
-RENAMED = {
-    "co2_keep.kept": "co2_keep.keep_local",
-    "co2_keep.injection": "co2_keep.momentum_weight",
-    "train.keep_global_batch": "train.global_batch, in samples of one step",
-}
-"""Keys that had another name, with the one that they have now."""
 PLAIN = {
     name: hint
     for name, hint in limits(Config).items()
@@ -74,8 +68,6 @@ def _require_known(values: Mapping[str, Any], nodes: Mapping[str, type]) -> None
 
 def _unknown(name: str, known: Mapping[str, list[str]]) -> str:
     """What is right instead of a key of this full name; `known` are the keys of each node."""
-    if name in RENAMED:
-        return f"has a new name: {RENAMED[name]}"
     node, _, key = name.rpartition(".")
     where = "unknown key" if not node or node in known else f"there is no {node} here"
     if same := sorted(f"{other}.{key}" for other, keys in known.items() if key in keys):

@@ -141,12 +141,6 @@ NAMES = [
     ("method=acco acco.tau=3", "acco.tau=3", "acco has no keys"),
     ("nonsense=3", "nonsense=3", "train"),
     ("=3", "=3", ""),
-    ("method=co2_keep co2_keep.kept=0.5", "co2_keep.kept=0.5", "new name: co2_keep.keep_local"),
-    (
-        "method=co2_keep co2_keep.injection=0.1",
-        "co2_keep.injection=0.1",
-        "new name: co2_keep.momentum_weight",
-    ),
     ("hydra/launcher=nope", "hydra/launcher=nope", "basic"),
     ("tuned=true", "tuned=true", "python -m recipes tune toy co2"),
     ("task=../../etc/passwd", "task=../../etc/passwd", "known: ade20k"),

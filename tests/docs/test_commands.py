@@ -123,8 +123,6 @@ def test_a_wrong_command_is_found(command: str) -> None:
 def test_python_is_that_of_the_environment(page: Path) -> None:
     """A plain `python` is, where the page has activated it before; sudo takes another anyway. Who
     has installed the package has an environment of his own."""
-    if page.name == "CHANGELOG.md":  # what earlier versions had
-        return
     shown = list(pages.commands(page.read_text(), PROGRAMS))
     own = (shown.index(line) for line in (ACTIVATE, "pip install .") if line in shown)
     activated = min(own, default=len(shown))
