@@ -24,7 +24,7 @@ with program.starting(__name__):
     from co2.record import provenance
     from co2.start import launch
     from co2.start.identity import identity, is_first
-    from recipes.recipe import Recipe
+    from recipes.recipe import SCALES, Recipe
     from recipes.registry import RECIPES
     from recipes.runs import again, cells, check, functions, job, laboratory, measured, plan, slurm
     from recipes.runs.collect import collect
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "names", nargs="*", metavar="recipe", help="default: all; of tune: TASK [METHOD …]"
     )
-    parser.add_argument("--scale", default="smoke", choices=("smoke", "gpu", "paper"))
+    parser.add_argument("--scale", default="smoke", choices=SCALES)
     parser.add_argument(
         "--seeds", help="such as 0,1,2; in the laboratory, repeats; default: the recipe's own"
     )

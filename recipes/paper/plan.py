@@ -1,6 +1,7 @@
 """What the published recipes would take: a plan of each of the CO2 paper's tasks, as a page.
 
     python -m recipes.paper.plan --gpus 64 --out results/plan.md
+    python -m recipes.paper.plan scale=node --gpus 8 --out results/plan_node.md
 
 It takes the flags and overrides of `python -m co2 plan`, a minute, and no GPU.
 """

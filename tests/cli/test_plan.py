@@ -13,6 +13,7 @@ from co2.gpus import GPUS
 from co2.train.estimate import flops, holdings
 from recipes.paper import plan as recipe
 from tests.cli.harness import configured, small, tasks_at
+from tests.grids import grid
 
 PAPER = tasks_at("paper")
 PLACE = Place("a100-80g", "80gbps", 8, 0.4)
@@ -46,6 +47,24 @@ def test_a_moving_average_takes_room() -> None:
     assert own.held.device_bytes == plain.held.device_bytes + more
     assert own.held.saved_bytes == plain.held.saved_bytes + 8 * more
     assert "train.ema_decay" in facts(own)["moving average"]
+
+
+@pytest.mark.parametrize("task", grid(tasks_at("node"), {"resnet50", "gpt2"}.__contains__))
+def test_a_node_trains_every_task_in_hours(task: str) -> None:
+    """Eight replicas, of the same batch on fewer GPUs."""
+    planned = planner(f"task={task}", "scale=node", "method=co2")
+    need = planned.fitting(8)
+    assert need.num_replicas == 8
+    assert {planned.config(fewer).train.global_batch for fewer in (1, 2, 4)} == {need.global_batch}
+    assert course(need, PLACE).days < 0.5
+
+
+def test_a_node_refuses_what_does_not_fit() -> None:
+    seven = planner("task=transnormer", "scale=node", "method=co2", "transnormer.size=7b")
+    with pytest.raises(ConfigError, match=r"needs more than .* GB between steps; this fits: "):
+        seven.fitting(8)
+    with pytest.raises(ConfigError, match=r"train\.global_batch=480: .* 8 GPUs \(--nearest\)"):
+        planner("task=gpt2", "scale=node", "method=co2").fitting(13)
 
 
 GPUS_OF = {"ade20k": 4, "shapenet": 8, "glue": 8, "graph": 8, "gpt2": 32}

@@ -133,7 +133,7 @@ def test_figures_of_the_pages_are_drawn(again: Path) -> None:
     assert told.count("<svg") > len(committed)
 
 
-@pytest.mark.parametrize("scale", ["gpu", "paper"])
+@pytest.mark.parametrize("scale", ["gpu", "node", "paper"])
 def test_nothing_has_run_at_other_scales(again: Path, scale: str) -> None:
     recipes = [recipe for recipe in RECIPES.values() if scale in recipe.scales]
     render(recipes, again / "results", scale)
