@@ -130,7 +130,7 @@ NAMES = [
         "acco, allreduce, co2, co2_keep, co2_released, cocod_sgd, demo, desloc, diloco",
     ),
     ("method=slomo", "method=slomo", "did you mean slowmo?"),
-    ("scale=nope", "scale=nope", "gpu, liu, node, paper, smoke"),
+    ("scale=nope", "scale=nope", "did you mean node?"),
     ("scale=paper", "scale=paper", "it has smoke"),
     ("method=null", "method=", "allreduce, co2"),
     ("tran.steps=3", "tran.steps=3", "did you mean train.steps?"),
