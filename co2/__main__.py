@@ -25,7 +25,7 @@ COMMANDS = {
     "compare": ("co2.record.compare", "two runs side by side: settings, losses, final figures"),
     "metrics": ("co2.record.curves", "metrics of runs side by side: as CSV, or drawn with --plot"),
     "timeline": ("co2.record.timeline", "a picture of who computes and who waits, from traces"),
-    "prepare": ("tasks.prepare", "the data of scale=gpu and scale=paper"),
+    "prepare": ("tasks.prepare", "the data of all scales but smoke"),
     "wandb-sync": ("co2.record.wandb_sync", "send offline W&B runs"),
 }
 """Sub-command → module that it runs and that module's first arguments, and what it is for."""

@@ -82,6 +82,18 @@ class Published:
     """Rounded."""
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How fast such a model is trained, for `co2 plan`."""
+
+    mfu: float
+    """Share of a GPU's peak that a public program reaches."""
+    source: str
+    """Which one."""
+    samples_per_s: float | None = None
+    """Samples that one loading process makes in a second; None where that is next to no work."""
+
+
 @runtime_checkable
 class Planned(Protocol):
     """Optional protocol: what training takes is known before there are data."""
@@ -92,6 +104,9 @@ class Planned(Protocol):
 
     def published(self) -> Published | None:
         """The public data set that this task trains on; None for other data."""
+
+    def pace(self) -> Pace:
+        """What is known of the speed of such a training."""
 
 
 @runtime_checkable

@@ -23,9 +23,10 @@ with program.starting(__name__):
     from co2.errors import ConfigError, nearest, require
     from co2.record import provenance
     from co2.start import launch
-    from recipes.recipe import Recipe
+    from co2.start.identity import identity, is_first
+    from recipes.recipe import SCALES, Recipe
     from recipes.registry import RECIPES
-    from recipes.runs import again, cells, check, functions, laboratory, measured, plan, slurm
+    from recipes.runs import again, cells, check, functions, job, laboratory, measured, plan, slurm
     from recipes.runs.collect import collect
     from recipes.runs.known import Known
     from recipes.tables import render
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "names", nargs="*", metavar="recipe", help="default: all; of tune: TASK [METHOD …]"
     )
-    parser.add_argument("--scale", default="smoke", choices=("smoke", "gpu", "paper"))
+    parser.add_argument("--scale", default="smoke", choices=SCALES)
     parser.add_argument(
         "--seeds", help="such as 0,1,2; in the laboratory, repeats; default: the recipe's own"
     )
@@ -209,6 +210,7 @@ def run(
     failed: list[cells.Cell] = []
     try:
         first, rest = wanted(trials, scale, None, recorded), wanted(chosen, scale, seeds, recorded)
+        job.check((*first, *rest), [recipe.name for recipe in chosen], scale)
         if launcher == "slurm":
             status = slurm.submit([c for c in (*first, *rest) if isinstance(c, cells.TrainCell)])
         else:
@@ -220,9 +222,10 @@ def run(
     except KeyboardInterrupt:
         print("stopped; the same command goes on with the next run", file=sys.stderr)
         return 130
-    for cell in failed:
-        print(f"failed: {cell.command}", file=sys.stderr)
-    print_waiting(chosen, scale)
+    if is_first():
+        for cell in failed:
+            print(f"failed: {cell.command}", file=sys.stderr)
+        print_waiting(chosen, scale)
     return status
 
 
@@ -266,6 +269,8 @@ def wanted(
 
 def train(made: Sequence[cells.Cell]) -> list[cells.Cell]:
     """Make the missing runs among these cells on this machine. Returns those that failed."""
+    if identity() is not None:
+        return list(job.run([cell for cell in made if isinstance(cell, job.JobCell)]))
     return [
         *cells.run([cell for cell in made if isinstance(cell, cells.TrainCell)]),
         *functions.run([cell for cell in made if isinstance(cell, functions.FunctionCell)]),

@@ -14,9 +14,11 @@ from recipes.runs.cells import Cell, SummaryJSON, TrainCell, own_words
 RUNS = "results/runs/recipes"
 """Where the runs of all recipes are kept: a run that two of them use is made once."""
 SEEDS = (0, 1, 2)
-SCALES = ("smoke", "gpu", "paper")
+SCALES = ("smoke", "gpu", "node", "paper")
 NODE = 8
 """Workers of a run at scale=paper, unless its column has others: a node's GPUs."""
+SHARED = 4
+"""Workers of a run at scale=gpu. They share the GPU: one replica has nobody to meet."""
 FASHION = "data.path=data/fashion_mnist"
 FASHION_MNIST = {task: (FASHION, f"{task}.flip=true") for task in ("resnet50", "vit")}
 """By task that learns pictures: overrides with which it trains on Fashion-MNIST at scale=smoke;
@@ -69,7 +71,7 @@ class Column:
     without: tuple[str, ...] = ()
     """Names of the rows that cannot be run with it, as 1-bit Adam where a task trains with SGD."""
     without_large: tuple[str, ...] = ()
-    """Names of further rows that cannot at scale=gpu and scale=paper, where conf's settings are
+    """Names of further rows that cannot at other scales than smoke, where conf's settings are
     others."""
     part: str = ""
     """What the columns beside it have in common, as in its name: a task, a number of workers. Every
@@ -93,7 +95,8 @@ class Column:
 
     def cell(self, recipe: str, row: Row, scale: str, seed: int) -> Cell:
         """The run of this column and a row."""
-        overrides = [f"launch.workers={NODE}"] if scale == "paper" else []
+        workers = {"gpu": SHARED, "paper": NODE}.get(scale)
+        overrides = [] if workers is None else [f"launch.workers={workers}"]
         overrides += [*self.overrides, f"scale={scale}"]
         overrides += {"smoke": self.smoke, "paper": self.paper}.get(scale, ())
         overrides += [*row.overrides, *(row.smoke if scale == "smoke" else ())]

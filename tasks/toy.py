@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import require
 from co2.limits import Count, Limited, Seconds
-from co2.task import Batch, Published
+from co2.task import Batch, Pace, Published
 from tasks.shared.evaluation import evaluating, total
 from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
+from tasks.shared.paces import UNKNOWN
 from tasks.shared.randomness import seeded
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
 
@@ -118,6 +119,10 @@ class Toy:
         kind = torch.int64
         points, labels = torch.zeros(rows, self.config.features), torch.zeros(rows, dtype=kind)
         return points, labels, torch.zeros(rows, 3, dtype=kind)
+
+    def pace(self) -> Pace:
+        """See `Planned`."""
+        return UNKNOWN
 
     def published(self) -> Published | None:
         """See `Planned`."""

@@ -12,7 +12,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -34,6 +34,9 @@ from co2_measure.simulate.network import PROFILES, Network, parse_link
 from co2_measure.simulate.schedule import Figures, simulate
 
 _ROUNDS = 50
+_LAUNCH_S = 3.8e-6
+"""Of a small kernel among many, from one to the next: NVIDIA, "Getting Started with CUDA Graphs"
+(2019), of a kernel that computes for 2.9 µs."""
 Make = Callable[[Sequence[str]], Config]
 """Overrides → a checked run. Raises `ConfigError`."""
 MakeTask = Callable[[Config], Task]
@@ -263,20 +266,41 @@ class Place:
     gpu: str
     link: str
     server_size: int
-    mfu: float
+    mfu: float | None
+    """None: the task's own."""
 
 
 @dataclass(frozen=True)
 class Course:
     """How a planned run goes."""
 
+    mfu: float
     compute_s: float
     """Of a step."""
+    launch_s: float
+    """In which a step at least launches its kernels."""
+    load_s: float
+    """In which the loading processes make its samples; 0 where that is next to no work."""
     own: Figures | None
     """Under the method; None where it is not simulated."""
     allreduce: Figures | None
     """None, as `own`, for one replica, which synchronizes with nobody."""
     days: float
+
+    @property
+    def alone_s(self) -> float:
+        """Of a step without communication: all three are done beside each other."""
+        return max(self.compute_s, self.launch_s, self.load_s)
+
+    @property
+    def bound_by(self) -> str:
+        """What takes that long."""
+        parts = {
+            "computation": self.compute_s,
+            "launches": self.launch_s,
+            "loading": self.load_s,
+        }
+        return max(parts, key=parts.__getitem__)
 
 
 def course(need: Need, place: Place) -> Course:
@@ -287,8 +311,18 @@ def course(need: Need, place: Place) -> Course:
     """
     config, size = need.config, need.config.mesh.replica_size
     rounded = config.comm.dtype is Precision.bf16
+    assert need.work is not None and isinstance(need.task, Planned)
+    pace, batch = need.task.pace(), config.train.batch_size * config.train.accumulate
+    mfu = pace.mfu if place.mfu is None else place.mfu
     flops = need.flops + need.again_flops
-    compute_s = flops / need.workers / (GPUS[place.gpu].peak_flops * place.mfu)
+    compute_s = flops / need.workers / (GPUS[place.gpu].peak_flops * mfu)
+    launch_s = need.work.launches * config.train.accumulate * _LAUNCH_S
+    loaded = (
+        None if pace.samples_per_s is None else pace.samples_per_s * max(1, config.data.workers)
+    )
+    alone = Course(
+        mfu, compute_s, launch_s, 0.0 if loaded is None else batch / loaded, None, None, 0
+    )
     link, senders = parse_link(place.link, "--link"), max(1, place.server_size // size)
     network = Network(link, senders, PROFILES["nvswitch"], "auto")
 
@@ -301,7 +335,7 @@ def course(need: Need, place: Place) -> Course:
                 method=method,
                 workers=need.num_replicas,
                 vector_bytes=need.held.local_bytes * size // (2 if rounded else 1),
-                step_s=compute_s,
+                step_s=alone.alone_s,
                 network=network,
                 steps=_ROUNDS * tau,
                 tau=tau,
@@ -312,12 +346,12 @@ def course(need: Need, place: Place) -> Course:
         except ConfigError as error:
             raise ConfigError("--gpus", need.workers, error.hint) from None
 
-    alone = need.num_replicas == 1
+    one = need.num_replicas == 1
     left_out = CATALOGUE[config.method].not_simulated
-    own = None if alone or left_out else figures(config.method)
-    allreduce = None if alone else figures(ALLREDUCE)
-    step_s = compute_s if own is None else own.step_s
-    return Course(compute_s, own, allreduce, step_s * config.train.steps / 86_400)
+    own = None if one or left_out else figures(config.method)
+    allreduce = None if one else figures(ALLREDUCE)
+    step_s = alone.alone_s if own is None else own.step_s
+    return replace(alone, own=own, allreduce=allreduce, days=step_s * config.train.steps / 86_400)
 
 
 def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
@@ -355,6 +389,16 @@ def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
             more = f"each worker sends {gb(own)} a step, {own / theirs:.2g} times as much as "
             more += "allreduce, because it gathers a message of every replica"
 
+    pace = task.pace()
+    source = f" ({pace.source})" if place.mfu is None else ""
+    assert need.work is not None
+    launches, loading = need.work.launches * train.accumulate, ""
+    if pace.samples_per_s is not None:
+        loading = (
+            f"{found.load_s:.3g} s: {train.batch_size * train.accumulate} samples of a worker, "
+        )
+        loading += f"{pace.samples_per_s:g} a second from each of {config.data.workers} processes"
+
     def if_any(num_bytes: int, what: str) -> str:
         return f"{gb(num_bytes)}{what}" if num_bytes else ""
 
@@ -379,12 +423,16 @@ def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
          f"{gpu.memory_gib} GiB"),
         ("operations of a step", f"{need.flops:.3g} flop of all GPUs"
          + (f", {need.again_flops:.3g} more again" if need.again_flops else "")),
-        ("computation of a step", f"{found.compute_s:.3g} s at MFU {place.mfu:g} of "
-         f"{gpu.peak_flops / 1e12:g} Tflop/s"),
+        ("computation of a step", f"{found.compute_s:.3g} s at MFU {found.mfu:g} of "
+         f"{gpu.peak_flops / 1e12:g} Tflop/s{source}"),
+        ("launches of a step", f"{found.launch_s:.3g} s at least, of {launches:,} kernels"
+         + (" that torch.compile cannot join" if train.compile else "")),
+        ("loading of a step", loading),
         ("synchronization", "" if found.allreduce else "none: there is one replica"),
         ("exposed, this method", exposed(found.own)),
         ("exposed, allreduce", exposed(found.allreduce)),
-        ("time", f"{found.days:.3g} days, without evaluations and checkpoints"),
+        ("time", f"{found.days:.3g} days, without evaluations and checkpoints; bound by "
+         f"{found.bound_by}"),
         ("checkpoint", saved),
         ("warning", more),
         ("data", "not published" if published is None else f"{gb(published.num_bytes)} on disk"),
@@ -421,7 +469,8 @@ def asked(
     known_gpu(key, gpu := gpu or "a100-80g")
     parse_link(options.link, "--link")
     servers = whole("--server-size", options.server_size)
-    place = Place(gpu, options.link, servers, number("--mfu", options.mfu, 1e-9, 1.0))
+    mfu = None if options.mfu is None else number("--mfu", options.mfu, 1e-9, 1.0)
+    place = Place(gpu, options.link, servers, mfu)
     key, gpus = _either("--gpus", options.gpus, "launch.workers", line.overrides)
     return options, line.overrides, place, None if gpus is None else whole(key, gpus, 2**20)
 
@@ -456,5 +505,6 @@ def parser(prog: str, description: str) -> argparse.ArgumentParser:
     add("--gpu", help=f"or launch.gpu=GPU; default: a100-80g; {', '.join(GPUS)}")
     add("--link", default="80gbps-tcp", help="of a server: a rate such as 80gbps, or a profile")
     add("--server-size", default="8", help="GPUs that share a link to the others")
-    add("--mfu", default="0.4", help="share of the GPU's peak that is reached")
+    known = "default: what a public program reaches with such a model, which the plan names"
+    add("--mfu", help=f"share of the GPU's peak that is reached; {known}")
     return parser

@@ -5,6 +5,7 @@ A process is a worker that torchrun or srun has started, or it starts local work
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -173,13 +174,13 @@ def _process_group(config: Config, me: Identity) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with _waiting_for_others(me):
-        store, rank, world = next(rendezvous("env://"))
-        # When torchrun starts the workers again its store may still have the addresses that they
-        # had before, as with torch 2.15; so each attempt has keys of its own.
+        # The store may still have the addresses that workers had before: in an earlier run of a
+        # sweep, or when torchrun starts them again, as with torch 2.15. So each has its own keys.
+        whole, runs = _store(me)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"attempt/{attempt}", store)
+        store = dist.PrefixStore(f"attempt/{attempt}/run/{next(runs)}", whole)
         HERE.store = store
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+        dist.init_process_group(backend, store=store, rank=me.rank, world_size=me.world)
     try:
         yield
     finally:
@@ -188,6 +189,14 @@ def _process_group(config: Config, me: Identity) -> Iterator[None]:
         # What the run has left in cycles keeps gloo's threads. One that lets go of a tensor while
         # the interpreter ends takes the process with it.
         gc.collect()
+
+
+@cache
+def _store(me: Identity) -> tuple[dist.Store, Iterator[int]]:
+    """Where the workers meet, and numbers for the runs of this process. All of them meet in one
+    store: worker 0 would close it while another worker already looks for the next one."""
+    store, *_ = next(rendezvous("env://"))
+    return store, itertools.count()
 
 
 def _told(error: Exception, rank: int) -> bool:

@@ -11,6 +11,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -152,6 +153,9 @@ class Work:
     beyond_bytes: int
     """Most that there is at once beyond what is held between steps: activations, and whatever else
     operations make."""
+    launches: int
+    """Kernels at least: products, convolutions and attention, and without torch.compile, which
+    joins the others to these, every operator that is no view and allocates nothing."""
 
 
 def work(task: Task, config: Config, workers: int, averages: bool) -> Work:
@@ -204,7 +208,8 @@ def _micro_batch(task: Task, config: Config, held: bool, checkpoints: bool) -> W
             hint = "the sizes of its tensors depend on its data, so it cannot be planned"
             raise Unknown("task", config.task, hint) from None
     between = 0 if config.mesh.strategy in CUT else sum(param.nbytes for param in trained)
-    return Work(live.flops, 0, max(0, live.peak - between))
+    launches = live.products if config.train.compile else live.operators
+    return Work(live.flops, 0, max(0, live.peak - between), launches)
 
 
 def _eagerly(config: Config) -> contextlib.AbstractContextManager[object]:
@@ -215,7 +220,7 @@ def _eagerly(config: Config) -> contextlib.AbstractContextManager[object]:
 
 class Live(TorchDispatchMode):
     """Bytes of the storages that operations make, as long as anything holds them, without those of
-    the module; and floating-point operations, by PyTorch's own formulas.
+    the module; floating-point operations, by PyTorch's own formulas; and operators.
 
     It does what FlopCounterMode does but for its table of modules, whose hooks hold activations.
     """
@@ -225,7 +230,7 @@ class Live(TorchDispatchMode):
 
         super().__init__()
         self._formulas = flop_registry
-        self.now = self.peak = self.flops = 0
+        self.now = self.peak = self.flops = self.products = self.operators = 0
         own = (*module.parameters(), *module.buffers())
         self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in own)
 
@@ -234,7 +239,9 @@ class Live(TorchDispatchMode):
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         formula = self._formulas.get(func._overloadpacket)
+        self.operators += computes(func)
         if formula is not None:
+            self.products += 1
             self.flops += formula(*args, **(kwargs or {}), out_val=made)
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):
@@ -250,6 +257,13 @@ class Live(TorchDispatchMode):
 
     def _forget(self, num_bytes: int) -> None:
         self.now -= num_bytes
+
+
+@cache
+def computes(operator: Any) -> bool:
+    """Whether an operator is a launch on a GPU: no view, and no allocation."""
+    views = any(r.alias_info and not r.alias_info.is_write for r in operator._schema.returns)
+    return not views and "empty" not in operator.__name__
 
 
 class Attention(TorchFunctionMode):

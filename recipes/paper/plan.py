@@ -1,6 +1,7 @@
 """What the published recipes would take: a plan of each of the CO2 paper's tasks, as a page.
 
     python -m recipes.paper.plan --gpus 64 --out results/plan.md
+    python -m recipes.paper.plan scale=node --gpus 8 --out results/plan_node.md
 
 It takes the flags and overrides of `python -m co2 plan`, a minute, and no GPU.
 """
@@ -18,11 +19,13 @@ with program.starting(__name__):
     from co2.gpus import GPUS
     from co2.record.table import Table
     from co2.start import launch
+    from co2.task import Planned
     from recipes.runs.cells import APP
 
 TASKS = ("resnet50", "vit", "ade20k", "shapenet", "gpt2", "transnormer", "roberta")
 _HEAD = ("task", "parameters", "GPUs", "global batch", "steps", "memory of a GPU", "flop a step",
-         "exposed", "exposed, allreduce", "days", "checkpoint")  # fmt: skip
+         "MFU", "s a step", "bound by", "exposed", "exposed, allreduce", "days",
+         "checkpoint")  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,21 +47,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 def page(flags: str, overrides: Sequence[str], place: Place, gpus: int | None) -> str:
     """The plans of all tasks, with what they rest on. One that cannot be made says why."""
     rows: list[Sequence[object]] = []
+    sources: dict[str, list[str]] = {}
     for task in TASKS:
         words = [f"task={task}", "scale=paper", *overrides]
         try:
-            rows.append(_row(task, words, place, gpus))
+            row, source = _row(task, words, place, gpus)
         except ConfigError as error:
             rows.append((task, error, *[""] * (len(_HEAD) - 2)))
+        else:
+            rows.append(row)
+            sources.setdefault(source, []).append(task)
+    whose = "of the task's own MFU" if place.mfu is None else f"at MFU {place.mfu:g}"
     text = f"""Worked out and simulated, not measured: `python -m recipes.paper.plan {flags}`. On
-{place.gpu} at MFU {place.mfu:g}, servers of {place.server_size} with a link of {place.link}.
+{place.gpu} {whose}, servers of {place.server_size} with a link of {place.link}.
 Settings beside a task are those with which it fits. Where a batch does not divide among all GPUs,
-it is planned for the nearest smaller number. Exposed is the share of the time that GPUs wait for
-the network."""
-    return Table(_HEAD, rows, title="What the published recipes would take", text=text).page()
+it is planned for the nearest smaller number. A step takes as long as its computation, its launches
+or its loading, whichever is longest, of which launches are counted too low. Exposed is the share of
+the time that GPUs wait for the network."""
+    own = "\n".join(f"- MFU of {', '.join(tasks)}: {source}" for source, tasks in sources.items())
+    title = "What the published recipes would take"
+    if scales := [word for word in overrides if word.startswith("scale=")]:
+        title = f"What the recipes of {scales[-1]} would take"
+    source = own if place.mfu is None else ""
+    return Table(_HEAD, rows, title=title, text=text, source=source).page()
 
 
-def _row(task: str, words: Sequence[str], place: Place, gpus: int | None) -> Sequence[object]:
+def _row(
+    task: str, words: Sequence[str], place: Place, gpus: int | None
+) -> tuple[Sequence[object], str]:
+    """A line of the table, and the source of its MFU."""
     settings: Sequence[str] = ()
     try:
         need = _planned(words, place, gpus)
@@ -72,11 +89,14 @@ def _row(task: str, words: Sequence[str], place: Place, gpus: int | None) -> Seq
         None if figures is None else f"{figures.exposed_share:.1%}"
         for figures in (found.own, found.allreduce)
     ]
-    return (
+    assert isinstance(need.task, Planned)
+    row = (
         " ".join([task, *settings]), f"{need.held.num_parameters / 1e6:,.0f} M", need.workers,
         f"{need.global_batch:,}", f"{need.config.train.steps:,}", gb(need.num_bytes),
-        f"{need.flops:.3g}", *exposed, f"{found.days:.3g}", gb(need.held.saved_bytes),
+        f"{need.flops:.3g}", f"{found.mfu:g}", f"{found.alone_s:.3g}", found.bound_by, *exposed,
+        f"{found.days:.3g}", gb(need.held.saved_bytes),
     )  # fmt: skip
+    return row, need.task.pace().source
 
 
 def _planned(words: Sequence[str], place: Place, gpus: int | None) -> Need:

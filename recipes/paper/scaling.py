@@ -1,9 +1,10 @@
-"""The paper's table of scalability by simulation, beside what the paper reports.
+"""The paper's table of scalability: by simulation and as measured here, beside what the paper
+reports.
 
-Simulated values are neither measured nor the paper's: they have a table and figures of their own.
+Simulated values are neither measured nor the paper's: they have lines and figures of their own.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ that overlap another."""
 TCP, RDMA = "80 Gbit/s TCP/IP", "800 Gbit/s RDMA"
 LINKS = {TCP: "80gbps-tcp", RDMA: "800gbps-rdma"}
 PAPER, NOMINAL, FITTED = "paper", "simulated", "simulated, fitted"
+HERE = "measured here"
 USED_UP = "†"
 TICKS = (10_000, 30_000, 100_000, 300_000)
 
@@ -46,8 +48,12 @@ def throughput(setting: Setting, method: str) -> dict[int, float]:
     return {gpus: setting.throughput(name, gpus, tau) for gpus in GPUS}
 
 
-def tables(_: Rows, paper: Rows) -> Iterable[Table]:
-    """One table with a line for each network, method and source of the values."""
+def tables(here: Mapping[str, Mapping[int, float]], paper: Rows) -> Iterable[Table]:
+    """One table with a line for each network, method and source of the values.
+
+    Args:
+        here: by one of `METHODS` and number of GPUs, tokens per second that were measured.
+    """
     simulations = columns()
     rows = []
     for place in LINKS:
@@ -61,13 +67,18 @@ def tables(_: Rows, paper: Rows) -> Iterable[Table]:
             for (where, source), setting in simulations.items():
                 if where == place:
                     rows.append((place, method, source, *_simulated(setting, method)))
+    for method, found in here.items():
+        values = [f"{found[gpus]:,.0f}" if gpus in found else NOTHING for gpus in GPUS]
+        whole = {16, 128} <= found.keys()
+        rows.append(("here", method, HERE, *values, _ratio(found) if whole else NOTHING))
     step_s = simulations[TCP, NOMINAL].step_s
     link = simulations[TCP, FITTED].network.link
     yield Table(
         name="table3_simulated",
         title="Scalability, simulated: TransNormer-LLM 7B by the number of A100",
-        text="Not measured. Tokens per second of all GPUs by the simulator, in lines of their own "
-        f"beside what the CO2 paper reports. {USED_UP}: used up in the fit, so it proves nothing; "
+        text=f"{'Measured here as above; the rest is not' if here else 'Not'} measured. Tokens per "
+        "second of all GPUs by the simulator, in lines of their own beside what the CO2 paper "
+        f"reports. {USED_UP}: used up in the fit, so it proves nothing; "
         f"no figure of CO2's was used. A step computes for {step_s:.3g} s, from AdamW on 8 "
         "GPUs; the other assumptions are those of `python -m co2.simulate --paper`. Fitted link: "
         f"rate and latency from AdamW on 16 and 128 GPUs, {link.rate_bits / 1e9:.3g} "
@@ -82,8 +93,7 @@ def tables(_: Rows, paper: Rows) -> Iterable[Table]:
 
 def _simulated(setting: Setting, method: str) -> list[str]:
     found = throughput(setting, method)
-    words = [f"{value:,.0f}" for value in found.values()]
-    words.append(f"{found[128] / (8 * found[16]):.2f}")
+    words = [*(f"{value:,.0f}" for value in found.values()), _ratio(found)]
     names = [*(f"AdamW, {gpus} GPUs" for gpus in GPUS), f"AdamW, {RATIO}"]
     if method != "AllReduce":
         return words
@@ -91,6 +101,10 @@ def _simulated(setting: Setting, method: str) -> list[str]:
         f"{word}{USED_UP}" if name in setting.fitted else word
         for word, name in zip(words, names, strict=True)
     ]
+
+
+def _ratio(found: Mapping[int, float]) -> str:
+    return f"{found[128] / (8 * found[16]):.2f}"
 
 
 def draw(stem: Path) -> Iterator[Path]:

@@ -101,6 +101,9 @@ class LabColumn(Column):
     seeded: bool = False
     """Whether every repeat trains with a seed of its own, where it matters what is learned."""
 
+    def takes(self, row: Row, scale: str) -> bool:
+        return scale == "smoke" and super().takes(row, scale)
+
     def cell(self, recipe: str, row: Row, scale: str, seed: int) -> LabCell:
         words = own_words((*self.overrides, *row.overrides))
         if self.tuned_for is not None:

@@ -54,7 +54,7 @@ def tables(recipe: Recipe, ours: Rows, paper: Rows, scale: str) -> list[Table]:
             for table in compared:
                 made.append(replace(table, text=f"{explained} {table.text}".strip()))
                 explained = ""
-        elif recipe.listed:
+        elif own and recipe.listed:  # at this scale
             not_run.append(part)
     if not made:
         machines = f"Measured here ({_machines(ours)})." if ours else ""

@@ -17,7 +17,7 @@ from co2.config import Optimizer as OptimizerName
 from co2.errors import ConfigError, require
 from co2.limits import Count, Decay, Limited, Positive, Range
 from co2.program import python
-from co2.task import Batch, Published
+from co2.task import Batch, Pace, Published
 from tasks.ade20k import pairs, scenes
 from tasks.ade20k.pairs import Pairs
 from tasks.ade20k.scenes import Scenes
@@ -34,6 +34,7 @@ from tasks.ade20k.views import Views
 from tasks.shared.evaluation import evaluating, share, tally
 from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
+from tasks.shared.paces import CONVOLUTIONS
 from tasks.shared.randomness import seeded, uniforms
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
 
@@ -154,6 +155,10 @@ class ADE20K:
         """See `Planned`."""
         rows, crop = self.train.batch_size, self.config.crop
         return torch.zeros(rows, 3, crop, crop), torch.zeros(rows, crop, crop, dtype=torch.uint8)
+
+    def pace(self) -> Pace:
+        """See `Planned`."""
+        return CONVOLUTIONS
 
     def published(self) -> Published | None:
         """See `Planned`."""

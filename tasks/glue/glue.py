@@ -24,7 +24,7 @@ from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require
 from co2.limits import Count
 from co2.program import python
-from co2.task import Batch, Package, Published
+from co2.task import Batch, Pace, Package, Published
 from tasks.glue import passages
 from tasks.glue.examples import Examples
 from tasks.glue.glue_tables import GLUE_TASKS, BadTable, read_examples
@@ -33,6 +33,7 @@ from tasks.shared.corpus import embedded_corpus, user_corpus
 from tasks.shared.evaluation import evaluating, table
 from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
+from tasks.shared.paces import TEXT
 from tasks.shared.randomness import seeded
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
 from tasks.text import roberta
@@ -167,6 +168,10 @@ class GLUE:
         """See `Planned`."""
         rows, kind = self.train.batch_size, torch.float32 if self.num_labels == 1 else torch.int64
         return torch.zeros(rows, self.length, dtype=torch.int64), torch.zeros(rows, dtype=kind)
+
+    def pace(self) -> Pace:
+        """See `Planned`."""
+        return TEXT
 
     def published(self) -> Published | None:
         """See `Planned`. The text whose vocabulary it has is not counted."""

@@ -28,7 +28,7 @@ from co2.errors import ConfigError, require
 from co2.limits import Amount, Count, Decay, Limited, Range
 from co2.program import python
 from co2.streams import BatchCopies
-from co2.task import Batch, Published, ReadTotals
+from co2.task import Batch, Pace, Published, ReadTotals
 from tasks.graph import calls, ginex
 from tasks.graph.ahead import ahead
 from tasks.graph.batches import Batches
@@ -54,6 +54,7 @@ from tasks.graph.stores import (
 )
 from tasks.shared.evaluation import evaluating, total
 from tasks.shared.optimizer import make_optimizer
+from tasks.shared.paces import UNKNOWN
 from tasks.shared.randomness import generator, seeded
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
 
@@ -205,6 +206,10 @@ class Graph:
             batch[f"starts{number}"] = torch.zeros(starts, dtype=torch.int64)
             batch[f"sources{number}"] = torch.zeros(sources, dtype=torch.int64)
         return batch
+
+    def pace(self) -> Pace:
+        """See `Planned`."""
+        return UNKNOWN
 
     def published(self) -> Published | None:
         """See `Planned`."""

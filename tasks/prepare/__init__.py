@@ -1,1 +1,1 @@
-"""Preparing and checking the data sets of scale=gpu and scale=paper."""
+"""Preparing and checking the data sets of all scales but smoke."""

@@ -24,7 +24,7 @@ from co2.config import DataConfig, OptimConfig, TrainConfig, at_home
 from co2.errors import require
 from co2.limits import Count, Decay, Inside, Limited
 from co2.program import python
-from co2.task import Batch, Published
+from co2.task import Batch, Pace, Published
 from tasks.shapenet.clouds import (
     PARTS,
     Clouds,
@@ -40,6 +40,7 @@ from tasks.shapenet.solids import NAMES, solids
 from tasks.shared.evaluation import evaluating, share, table
 from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
+from tasks.shared.paces import UNKNOWN
 from tasks.shared.randomness import seeded, uniforms
 from tasks.shared.sampling import Sampler, Stretches, evaluated, spread, validation_samples
 
@@ -213,6 +214,10 @@ class ShapeNet:
         config, rows = self.config, self.train.batch_size
         beside = (rows, config.groups) if self.reconstructs else (rows,)
         return torch.zeros(rows, config.points, 3), torch.zeros(beside, dtype=torch.int64)
+
+    def pace(self) -> Pace:
+        """See `Planned`."""
+        return UNKNOWN
 
     def published(self) -> Published | None:
         """See `Planned`."""

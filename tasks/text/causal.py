@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.limits import Count, Limited, Range
-from co2.task import Batch, Package, Published
+from co2.task import Batch, Pace, Package, Published
 from tasks.shared.evaluation import evaluating, total
 from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
+from tasks.shared.paces import TEXT
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
 from tasks.text.losses import token_losses
 from tasks.text.portable import other_vocabulary, tokenizer_files, tokenizer_of
@@ -124,6 +125,10 @@ class CausalText:
     def blank(self) -> Batch:
         """See `Planned`."""
         return torch.zeros(self.train.batch_size, self.config.context + 1, dtype=torch.int64)
+
+    def pace(self) -> Pace:
+        """See `Planned`."""
+        return TEXT
 
     def published(self) -> Published | None:
         """See `Planned`."""

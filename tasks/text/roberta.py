@@ -21,10 +21,11 @@ from torch.optim import Optimizer
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require
 from co2.limits import Count, Decay, Limited, PartShare, Range, Share
-from co2.task import Batch, Package, Published
+from co2.task import Batch, Pace, Package, Published
 from tasks.shared.evaluation import evaluating, total
 from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
+from tasks.shared.paces import TEXT
 from tasks.shared.randomness import FULL_WIDTH, initial_std, seeded
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
 from tasks.text.attention import full_windows
@@ -200,6 +201,10 @@ class RoBERTa:
         rows, places = self.train.batch_size, self._masking.num_chosen(self.config.context)
         lengths = self.config.context, places, places
         return tuple(torch.zeros(rows, length, dtype=torch.int64) for length in lengths)
+
+    def pace(self) -> Pace:
+        """See `Planned`."""
+        return TEXT
 
     def published(self) -> Published | None:
         """See `Planned`."""

@@ -9,7 +9,9 @@ from enum import Enum
 from torch import nn
 from torch.optim import Optimizer
 
+from co2.task import Pace
 from tasks.shared.optimizer import make_optimizer
+from tasks.shared.paces import LARGE_TEXT, TEXT
 from tasks.shared.randomness import seeded
 from tasks.text.causal import CausalText
 from tasks.text.transnormer_model import TransNormer as Model
@@ -41,6 +43,10 @@ class TransNormer(CausalText):
         """See `Task.model`. On the device "meta" it takes no memory, to count parameters."""
         with seeded(self.train.seed):
             return Model(self.padded_vocab_size, *self.config.cut(SHAPES[self.config.size]))
+
+    def pace(self) -> Pace:
+        """See `Planned`."""
+        return LARGE_TEXT if self.config.size is Size["7b"] else TEXT
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """See `Task.optimizer`. The angles of LRPE have no weight decay, because an angle of 0

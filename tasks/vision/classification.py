@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import count
 from pathlib import Path
@@ -18,10 +18,11 @@ from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require
 from co2.limits import Count, Decay, Limited, PartShare
 from co2.program import python
-from co2.task import Batch, Package, Published
+from co2.task import Batch, Pace, Package, Published
 from tasks.shared.evaluation import evaluating, share, total
 from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
+from tasks.shared.paces import CONVOLUTIONS, PICTURES_PER_S
 from tasks.shared.randomness import seeded, uniforms
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
 from tasks.vision.crops import RandomCrop, central_crop
@@ -157,6 +158,11 @@ class Classification:
         images = torch.zeros(rows, 3, size, size, dtype=torch.uint8)
         batch = images, torch.zeros(rows, dtype=torch.int64)
         return batch if self.mixing(0, 0) is None else (*batch, torch.zeros(size, size))
+
+    def pace(self) -> Pace:
+        """See `Planned`."""
+        rate = None if self.published() is None else PICTURES_PER_S
+        return replace(CONVOLUTIONS, samples_per_s=rate)
 
     def published(self) -> Published | None:
         """See `Planned`."""

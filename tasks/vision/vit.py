@@ -4,7 +4,7 @@ Dosovitskiy et al., "An image is worth 16×16 words" (2021). The implementation 
 weights are random at the start, and training is as in DeiT (Touvron et al., 2021).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Annotated
 
@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 
 from co2.errors import require
 from co2.limits import Amount, Count, Decay, Range, Share
+from co2.task import Pace
 from tasks.shared.optimizer import make_optimizer
+from tasks.shared.paces import AUGMENTED_PER_S, PICTURES
 from tasks.shared.randomness import generator, seeded
 from tasks.vision.classification import Classification
 from tasks.vision.images import Augment, erasing, mixing, rand_augment
@@ -96,6 +98,13 @@ class ViT(Classification):
         have no weight decay."""
         spared = {"pos_embed", "cls_token"}
         return make_optimizer(model, self.optim, spared, ends={"head.weight"})
+
+    def pace(self) -> Pace:
+        """See `Planned`."""
+        rate = super().pace().samples_per_s
+        return replace(
+            PICTURES, samples_per_s=rate and (AUGMENTED_PER_S if self.changes() else rate)
+        )
 
     def changes(self) -> list[Augment]:
         """See `Classification.changes`."""

@@ -1,5 +1,6 @@
 """What `co2 plan` says of every published recipe, and what it refuses."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from co2.errors import REFUSED, ConfigError
 from co2.gpus import GPUS
 from co2.train.estimate import flops, holdings
 from recipes.paper import plan as recipe
+from tasks.shared import paces
 from tests.cli.harness import configured, small, tasks_at
+from tests.grids import grid
 
 PAPER = tasks_at("paper")
 PLACE = Place("a100-80g", "80gbps", 8, 0.4)
@@ -46,6 +49,23 @@ def test_a_moving_average_takes_room() -> None:
     assert own.held.device_bytes == plain.held.device_bytes + more
     assert own.held.saved_bytes == plain.held.saved_bytes + 8 * more
     assert "train.ema_decay" in facts(own)["moving average"]
+
+
+@pytest.mark.parametrize("task", grid(tasks_at("node"), {"resnet50", "gpt2"}.__contains__))
+def test_a_node_trains_every_task_in_hours(task: str) -> None:
+    """Eight replicas, of the same batch on fewer GPUs."""
+    planned = planner(f"task={task}", "scale=node", "method=co2")
+    need = planned.fitting(8)
+    assert need.num_replicas == 8
+    assert {planned.config(fewer).train.global_batch for fewer in (1, 2, 4)} == {need.global_batch}
+    assert course(need, PLACE).days < 0.5
+
+
+def test_a_node_refuses_what_does_not_fit() -> None:
+    seven = planner("task=transnormer", "scale=node", "method=co2", "transnormer.size=7b")
+    assert not seven.need(seven.config(8), 8).fits(seven.usable), "193 GB"
+    with pytest.raises(ConfigError, match=r"train\.global_batch=480: .* 8 GPUs \(--nearest\)"):
+        planner("task=gpt2", "scale=node", "method=co2").fitting(13)
 
 
 GPUS_OF = {"ade20k": 4, "shapenet": 8, "glue": 8, "graph": 8, "gpt2": 32}
@@ -125,6 +145,41 @@ def test_a_batch_that_does_not_divide() -> None:
         words.fitting(8)
     with pytest.raises(ConfigError, match=r"^train\.global_batch=47"):
         planner("task=gpt2", "train.global_batch=47", "train.batch_size=4").nearest(8)
+
+
+@pytest.mark.slow
+def test_averaged_moments_of_7b_fit() -> None:
+    """Seven copies of a model whose eight workers gather its blocks in bf16."""
+    words = ("method=co2_keep", "co2_keep.average_moments=true")
+    need = planner("task=transnormer", "scale=paper", *words).fitting(32)
+    assert need.held.gathered_bytes == pytest.approx(2 * need.held.num_parameters, rel=0.05)
+
+
+def test_launches_by_hand() -> None:
+    """Of two linear layers, each multiplied forward and backward, but for the samples' gradient."""
+    compiled, eager = (
+        planner("task=toy", f"train.compile={value}").fitting(1).work for value in ("true", "false")
+    )
+    assert compiled is not None and compiled.launches == 5
+    assert eager is not None and eager.launches > 3 * 5
+
+
+def test_what_bounds_a_step() -> None:
+    """Its computation at the MFU of its task, its launches, or what loads its pictures."""
+    place = replace(PLACE, mfu=None)
+    need = planner("task=resnet50", "scale=node", "method=local_sgd").fitting(8)
+    found = course(need, place)
+    assert found.mfu == 0.2 and found.compute_s == need.flops / 8 / (0.2 * 312e12)
+    assert found.bound_by == "loading" and found.alone_s == 512 / (8 * 460)
+    assert found.own is not None and found.days >= 512 / (8 * 460) * 5004 / 86_400
+    told = dict(lines(need, place, found))
+    assert told["loading of a step"].startswith("0.139 s: 512 samples of a worker")
+    assert "2,470 pictures" in told["computation of a step"] and "2,470" not in str(facts(need))
+    toy = planner("task=toy", "train.accumulate=2").fitting(1)
+    found = course(toy, place)
+    assert found.bound_by == "launches" and found.load_s == 0
+    assert toy.work is not None
+    assert found.alone_s == found.launch_s == pytest.approx(2 * toy.work.launches * 3.8e-6)
 
 
 def test_what_saving_takes() -> None:
@@ -241,8 +296,9 @@ def test_the_page_of_all_tasks(
     assert recipe.main([*words, "--out", str(tmp_path / "plan.md")]) == 0
     page = capsys.readouterr().out
     assert (tmp_path / "plan.md").read_text() == page
-    *_, vit, transnormer, end = page.split("\n")
-    assert vit.startswith("| vit | transnormer.size=1b") and end == ""
+    vit, transnormer = (line for line in page.splitlines() if line.startswith(("| vit", "| trans")))
+    assert vit.startswith("| vit | transnormer.size=1b")
+    assert page.endswith("- MFU of transnormer: " + paces.TEXT.source + "\n"), "vit has no plan"
     assert transnormer.startswith("| transnormer mesh.replica_size=2 mesh.strategy=zero2")
     assert recipe.main(["--gpus", "none"]) == REFUSED
     assert capsys.readouterr().err.startswith("error: --gpus=none: must be a whole number")

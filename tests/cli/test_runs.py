@@ -319,13 +319,14 @@ class TestWhoStartsTheWorkers:
         assert ended.folder.relative_to(runs) == spawned.folder.relative_to(spawned.runs)
         assert_same_run(ended.folder, spawned.folder)
 
-    def test_srun(self, tmp_path: Path, spawned: Run) -> None:
+    def test_a_sweep_by_srun(self, tmp_path: Path, spawned: Run) -> None:
         with held_port() as port:
             self._srun(tmp_path, spawned, port)
 
     def _srun(self, tmp_path: Path, spawned: Run, port: str) -> None:
         runs = tmp_path / "runs"
-        _, *words = command(*STORY, "launch.workers=7", "tag=srun", runs=runs)
+        own = ("-m", "train.seed=0,1", "launch.workers=7", "tag=srun")
+        _, *words = command(*own, *STORY, runs=runs)
         logs = [tmp_path / f"log_{rank}" for rank in range(2)]
         tasks = []
         for rank, log in enumerate(logs):
@@ -349,8 +350,9 @@ class TestWhoStartsTheWorkers:
         texts = [log.read_text() for log in logs]
         assert statuses == [0, 0], texts
         assert "┌" in texts[0] and texts[1] == ""
-        (folder,) = folders(runs)
-        assert folder.parent.name == "srun"
+        names = [str(folder.relative_to(runs / "toy" / "co2")) for folder in folders(runs)]
+        assert sorted(names) == ["srun/seed0", "srun/seed1"], "one run after the other"
+        folder = runs / "toy" / "co2" / "srun" / "seed0"
         assert summary(folder)["workers"] == 2, "launch.workers is for workers started here"
         assert_same_run(folder, spawned.folder)
 

@@ -319,7 +319,9 @@ def test_two_workers_step_as_one_with_the_joint_batch(workers: Pool) -> None:
 
 
 PLACES = [
-    (task, scale) for scale in ("smoke", "gpu", "paper") for task in nonempty(tasks_at(scale))
+    (task, scale)
+    for scale in ("smoke", "gpu", "node", "paper")
+    for task in nonempty(tasks_at(scale))
 ]
 PLACES.append(("roberta", "liu"))
 

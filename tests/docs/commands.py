@@ -142,6 +142,9 @@ def sbatch(arguments: list[str]) -> None:
         assert "--array" in given
         trains(["launch.elastic=true", "launch.store=node1:29400", *arguments[at + 1 :]])
         return
+    if path == "slurm/worlds.sbatch":
+        module("recipes", ["run", *arguments[at + 1 :]])
+        return
     assert path == "slurm/train.sbatch"
     tasks = int(given.get("--ntasks-per-node", 2)) * int(given.get("--nodes", 1))
     trains(arguments[at + 1 :], tasks)

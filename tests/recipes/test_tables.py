@@ -370,7 +370,7 @@ def test_every_cell_of_every_recipe_composes(
 def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture) -> None:
     for words, line in (
         ("run tabel2", "recipe=tabel2: no such recipe; did you mean table2?"),
-        ("list table3 --scale paper", "--scale=paper: table3 can be run at scale=smoke alone"),
+        ("list figure1 --scale paper", "--scale=paper: figure1 can be run at scale=smoke alone"),
         ("run table2 --seeds 0,x", "--seeds=x: must be whole numbers"),
     ):
         assert main(words.split()) == 2

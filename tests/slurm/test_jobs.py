@@ -35,6 +35,7 @@ from tests.cli.harness import (
     until,
     weights,
 )
+from tests.recipes import job_workers
 from tests.slurm.controller import LIMIT_S, NODES, Job, Slurm
 
 pytestmark = pytest.mark.slow
@@ -234,6 +235,29 @@ def test_submitted_by_recipes(
     assert job.shown["JobName"] == str(run_folder(cell.config()).relative_to(tmp_path / "runs"))
     assert cell.summary() is not None
     assert submit() == []
+
+
+def test_worlds_of_one_job(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First the workers of one node, then those of two, make what is of their number."""
+    # Interpreters import it as they start: there the small recipe gets its name.
+    runs = str(tmp_path / "runs")
+    lines = (
+        "import recipes.recipe",
+        "from recipes.registry import RECIPES",
+        "from tests.recipes.job_workers import RECIPE",
+        f"recipes.recipe.RUNS = {runs!r}",
+        "RECIPES[RECIPE.name] = RECIPE",
+    )
+    (tmp_path / "sitecustomize.py").write_text("\n".join(lines))
+    monkeypatch.setattr("recipes.recipe.RUNS", runs)
+    options = ("--nodes=2", "--ntasks-per-node=2", f"--export=ALL,PYTHONPATH={tmp_path}:{ROOT}")
+    words = ("slurm/worlds.sbatch", job_workers.RECIPE.name, "--seeds", "0", "--dirty")
+    job = slurm.sbatch(*options, *words, log=tmp_path / "log")
+    assert job.end() == "COMPLETED", job.said
+    told = re.findall(r"(\d of \d by \d workers): ", job.said)
+    assert told == [f"{run} of 3 by {workers} workers" for workers in (2, 4) for run in (1, 2, 3)]
+    cells = [cell for *_, cell in job_workers.RECIPE.cells("smoke", seeds=[0])]
+    assert all((cell.summary() is None) == ("launch.workers=1" in cell.overrides) for cell in cells)
 
 
 def test_an_elastic_run_loses_a_node(slurm: Slurm, tmp_path: Path) -> None:
