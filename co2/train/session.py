@@ -10,9 +10,10 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from co2.atomic import durable
 from co2.comm.collectives import gathered
@@ -32,7 +33,7 @@ from co2.train.moving_average import MovingAverage
 from co2.train.run import Run
 from co2.train.samples import Samples
 from co2.train.saving import SaveTimes
-from co2.train.state_file import METHOD, REPLICA, HostCopy, rebuilt, split
+from co2.train.state_file import METHOD, REPLICA, Equal, HostCopy, rebuilt, split
 from co2.train.weight_files import EMA_MODEL, MODEL, write
 from co2.train.within_replica import Replica, ReplicaState, own_buffers, whole_weights
 
@@ -222,9 +223,9 @@ class Session:
 
         Args:
             arriving: do not wait for what is in flight (`Method.state_dict`).
-            whole: with what another worker of the replica saves.
+            whole: with what other workers save.
         """
-        return {
+        found = {
             REPLICA: self.shared.state(whole),
             "model": own_buffers(self.module),
             "workers": self.run.mesh.num_workers,
@@ -232,6 +233,29 @@ class Session:
             "random": random_states(),
             **values(self._kept),
         }
+        return found if whole else self._marked(found)
+
+    def _marked(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state in which what is equal on all replicas is marked."""
+        method, shared, held = self.run.method, state[REPLICA], state[METHOD]
+        equal = method.replicated_tensors()
+        held["tensors"] = {
+            name: Equal(tensor) if name in equal else tensor
+            for name, tensor in held["tensors"].items()
+        }
+        for mean, one in zip(method.means, held["means"], strict=True):
+            if mean.in_flight and mean.is_equal:
+                one["buffer"] = Equal(one["buffer"])
+        if method.equal_weights:
+            shared["model"] = tree_map_only(Tensor, Equal, shared["model"])
+            weights = self.average.of_weights
+            state["average"] = [
+                Equal(one) if number < weights else one
+                for number, one in enumerate(state["average"])
+            ]
+        if method.averages_gradients:
+            shared["optimizer"] = tree_map_only(Tensor, Equal, shared["optimizer"])
+        return state
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from what `state` returned, with the random generators as they are."""

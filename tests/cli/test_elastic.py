@@ -38,7 +38,7 @@ from tests.cli.harness import (
     weights,
     workers,
 )
-from tests.cli.test_checkpoint import part
+from tests.cli.test_checkpoint import held
 from tests.grids import grid
 from tests.server import environment
 
@@ -472,7 +472,7 @@ def test_told_to_stop_a_slow_replica_goes_on_as_slow(tmp_path: Path) -> None:
 
 
 def read_state(folder: Path, step: int, rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = state_file.read(folder / f"checkpoints/step_{step}" / part(rank))
+    found: dict[str, Any] = state_file.read(held(folder / f"checkpoints/step_{step}", rank))
     return found
 
 
