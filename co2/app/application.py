@@ -111,7 +111,7 @@ class App:
         task = self.make_task(config)
         if isinstance(task, Placed):
             task.check_place(here, config.mesh.strategy)
-        check_folder(config, world)
+        check_folder(config, world, lists=is_first())
         return config
 
     def open(self, folder: str) -> Finished:
@@ -299,7 +299,7 @@ class App:
             config = make()
             validation = config.data.validation
             # Once more: the run before it may have made the folder.
-            check_folder(config, world_size(config.launch))
+            check_folder(config, world_size(config.launch), lists=is_first())
             status = self.run(config, origin)
             summary = None if status else read_summary(config)
         except ConfigError as error:

@@ -69,12 +69,12 @@ def plain(config: Config, world: int) -> dict[str, Any]:
 
 
 def begun(folder: Path) -> bool:
-    """Whether a run's folder holds checkpoints, from which it goes on. Raises `ConfigError` where
-    they cannot be listed."""
-    return len(saved_steps(folder / "checkpoints")) > 0
+    """Whether a run's folder holds checkpoints, from which it goes on. That of a new run is not
+    listed: hundreds of processes may ask. Raises `ConfigError` where they cannot be listed."""
+    return (folder / "config.yaml").exists() and len(saved_steps(folder / "checkpoints")) > 0
 
 
-def check_folder(config: Config, world: int, as_it_is: bool = False) -> None:
+def check_folder(config: Config, world: int, as_it_is: bool = False, lists: bool = True) -> None:
     """Refuse a folder that holds a run of another configuration, or checkpoints that this version
     of the suite cannot read. Writes nothing.
 
@@ -84,6 +84,7 @@ def check_folder(config: Config, world: int, as_it_is: bool = False) -> None:
 
     Args:
         as_it_is: refuse more steps than the run there has, too.
+        lists: look for checkpoints where config.yaml is missing, too. One process does it for all.
     Raises:
         ConfigError: names the first key that differs.
     """
@@ -91,14 +92,15 @@ def check_folder(config: Config, world: int, as_it_is: bool = False) -> None:
     require_writable("runs", config.runs, Path(config.runs, config.task))
     if config.resume is Resume.never:
         return
-    if not begun(folder) and not (folder / "config.yaml").exists():
+    there = (folder / "config.yaml").exists()
+    if not there and not (lists and saved_steps(folder / "checkpoints")):
         return
     if not (folder / "summary.json").exists():
         _check_format(folder)
-    there, here = flat(without_gone(kept_config(folder))), flat(plain(config, world))
+    kept, here = flat(without_gone(kept_config(folder))), flat(plain(config, world))
     defaults = _defaults(config)
-    for key in sorted(there.keys() | here.keys()):
-        then: Any = there.get(key, defaults.get(key))
+    for key in sorted(kept.keys() | here.keys()):
+        then: Any = kept.get(key, defaults.get(key))
         now, why = here.get(key), ""
         free = _is_free(key) or (config.launch.elastic and key.startswith("launch."))
         free |= key == "launch.workers" and _goes_on_with_others(config)
