@@ -74,7 +74,9 @@ def begun(folder: Path) -> bool:
     return (folder / "config.yaml").exists() and len(saved_steps(folder / "checkpoints")) > 0
 
 
-def check_folder(config: Config, world: int, as_it_is: bool = False, lists: bool = True) -> None:
+def check_folder(
+    config: Config, world: int, as_it_is: bool = False, lists: bool = True, others: bool = True
+) -> None:
     """Refuse a folder that holds a run of another configuration, or checkpoints that this version
     of the suite cannot read. Writes nothing.
 
@@ -85,6 +87,7 @@ def check_folder(config: Config, world: int, as_it_is: bool = False, lists: bool
     Args:
         as_it_is: refuse more steps than the run there has, too.
         lists: look for checkpoints where config.yaml is missing, too. One process does it for all.
+        others: whether the method, as it is configured, can go on with another number of workers.
     Raises:
         ConfigError: names the first key that differs.
     """
@@ -103,7 +106,7 @@ def check_folder(config: Config, world: int, as_it_is: bool = False, lists: bool
         then: Any = kept.get(key, defaults.get(key))
         now, why = here.get(key), ""
         free = _is_free(key) or (config.launch.elastic and key.startswith("launch."))
-        free |= key == "launch.workers" and _goes_on_with_others(config)
+        free |= key == "launch.workers" and others and _goes_on_with_others(config)
         free |= key == "train.accumulate" and config.train.global_batch is not None
         if free or then == now:
             continue

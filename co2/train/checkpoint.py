@@ -413,17 +413,21 @@ class Checkpoints:
         return files
 
     def _read(self, files: Mapping[str, Path]) -> dict[str, Any]:
-        """This worker's state. One without a file of its own reads replica 0's. Raises errors of
-        many kinds."""
+        """This worker's state. Where its replica is new, or others are lost, the replica begins
+        from the mean of what all have had for themselves; what has none is replica 0's, or as it
+        was. Raises errors of many kinds."""
         size, place = self.mesh.replica_size, self.mesh.rank_in_replica
-        replica = self.mesh.replica if _own(self.rank, size) in files else 0
-        equal = [files.get(_equal(rank, size)) for rank in range(len(files))]
-        held = [
-            [files[_own(replica * size + k, size)], *filter(None, equal[k::size])]
-            for k in range(size)
-        ]
-        (self._at, *_) = mine = held.pop(place)
-        state = state_file.read(mine, held)
+        own, equal = (
+            [files.get(name(rank, size)) for rank in range(len(files))] for name in (_own, _equal)
+        )
+        held = [[*filter(None, own[k::size])] for k in range(size)]
+        saved_by = len(held[place])
+        replica = self.mesh.replica if self.mesh.replica < saved_by else 0
+        mean = self.mesh.replica >= saved_by or self.mesh.num_replicas < saved_by
+        averaged = {all_of[replica]: all_of for all_of in held if mean}
+        parts = [[held[k][replica], *filter(None, equal[k::size])] for k in range(size)]
+        (self._at, *_) = mine = parts.pop(place)
+        state = state_file.read(mine, parts, averaged)
         if not isinstance(state, dict):
             raise _Unusable(f"is damaged ({_own(replica * size + place, size)} holds no state)")
         if name := state_file.not_finite(state):

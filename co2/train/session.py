@@ -271,7 +271,7 @@ class Session:
 
     def resume(self) -> None:
         """Go on from the newest sound checkpoint, if there is one. Another number of workers may
-        have written it. A worker without a file loads replica 0's. Collective."""
+        have written it. Collective."""
         found = self.checkpoints.load()
         if found is None:
             return
@@ -285,18 +285,19 @@ class Session:
             restore_random_states(state["random"])
         if self.run.mesh.num_workers != saved_by:
             self.samples.regroup(saved_by)
-            text = self._others(saved_by) + self.samples.compared(saved_by)
+            others = self._others(saved_by // self.run.mesh.replica_size)
+            self.run.record.tell_replicas(others)
+            text = f", with {others}{self.samples.compared(saved_by)}"
         steps = self.run.config.train.steps
         self.run.console.print_line(f"resumed at step {self.step} of {steps}{text}")
 
-    def _others(self, saved_by: int) -> str:
-        """What becomes of the replicas where another number of workers has saved, in words."""
-        now, size = self.run.mesh.num_replicas, self.run.mesh.replica_size
-        before = saved_by // size
-        text = f", with {now} replicas in place of {before}: "
-        if now > before:
-            return text + "the new ones begin as the first"
-        return text + "what the others had trained since their last mean is lost"
+    def _others(self, before: int) -> str:
+        """What becomes of the replicas where another number of them has saved, in words."""
+        now = self.run.mesh.num_replicas
+        text = f"{now} replicas in place of {before}"
+        if self.run.method.equal_weights:
+            return text
+        return f"{text}: {'the new ones' if now > before else 'all'} begin from their mean"
 
     def _rehearse(self) -> None:
         """With DDP over three workers or more make a forward and a backward pass that count for

@@ -265,7 +265,11 @@ def _write(
     weight_files.save(path, {name: tensors[name] for name in names}, head)
 
 
-def read(files: Sequence[Path], others: Sequence[Sequence[Path]] = ()) -> Any:
+def read(
+    files: Sequence[Path],
+    others: Sequence[Sequence[Path]] = (),
+    averaged: Mapping[Path, Sequence[Path]] | None = None,
+) -> Any:
     """Return the state of a worker, in the host's memory. Raises errors of many kinds.
 
     Args:
@@ -273,9 +277,14 @@ def read(files: Sequence[Path], others: Sequence[Sequence[Path]] = ()) -> Any:
             written parts of what is equal on all.
         others: the same of the other workers of its replica, who hold the tensors that it names and
             does not hold.
+        averaged: of a worker's own file, those of its counterparts in all replicas, itself too:
+            their mean takes the place of each tensor of real numbers that all of them have.
     """
+    fellows = averaged or {}
     with ExitStack() as stack:
-        held = [cache(partial(_Held, one, stack)) for one in (files, *others)]
+        held = [
+            cache(partial(_Held, one, fellows.get(one[0], ()), stack)) for one in (files, *others)
+        ]
 
         @cache
         def tensor(name: str) -> Tensor:
@@ -291,13 +300,17 @@ def read(files: Sequence[Path], others: Sequence[Sequence[Path]] = ()) -> Any:
 class _Held:
     """What one worker holds: its own file, and parts of what is equal on all replicas."""
 
-    def __init__(self, paths: Sequence[Path], stack: ExitStack) -> None:
+    def __init__(self, paths: Sequence[Path], averaged: Sequence[Path], stack: ExitStack) -> None:
         from safetensors import safe_open  # not needed by the library
 
-        for path in paths:  # safetensors takes a file that it may not open for a missing one
-            path.open("rb").close()
-        self._own, *equal = (stack.enter_context(safe_open(path, "pt")) for path in paths)
+        def opened(path: Path) -> Any:
+            path.open("rb").close()  # safetensors takes one that it may not open for a missing one
+            return stack.enter_context(safe_open(path, "pt"))
+
+        self._own, *equal = map(opened, paths)
         self._names = set(self._own.keys())
+        self._averaged = [*map(opened, averaged)]
+        self._means = self._names.intersection(*(file.keys() for file in self._averaged))
         self._parts: dict[str, list[tuple[int, int, Any]]] = {}
         """Of what is equal: the first row of each part, the number of all rows, and the file."""
         for file in equal:
@@ -312,6 +325,12 @@ class _Held:
         """None: it is not here. Raises `ValueError` where a part of it is missing."""
         if name in self._names:
             tensor: Tensor = self._own.get_tensor(name)
+            if self._averaged and name in self._means and tensor.is_floating_point():
+                # In fp64 the mean of equal numbers is that number.
+                total = torch.zeros_like(tensor, dtype=torch.float64)
+                for file in self._averaged:
+                    total += file.get_tensor(name)
+                tensor.copy_(total.div_(len(self._averaged)))
             return tensor
         if name not in self._parts:
             return None
