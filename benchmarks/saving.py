@@ -129,8 +129,8 @@ def measure(rank: int, folder: Path, config: Config, tau: int, turns: int) -> No
                     found[name].append(value)
         (newest, *_) = session.checkpoints.steps()
         path = session.checkpoints.folder / f"step_{newest}"
-        file = path / f"replica_{rank}" / "worker_0.safetensors"
-        found["bytes"] = [float(file.stat().st_size)]
+        files = (f"replica_{rank}/worker_0", f"equal/replica_{rank}_worker_0")
+        found["bytes"] = [sum(float((path / f"{n}.safetensors").stat().st_size) for n in files)]
         run.method.flush()
     if rank == 0:
         torch.save(found, folder / "measured.pt")

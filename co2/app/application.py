@@ -41,6 +41,7 @@ from co2.app.tuned import with_tuned
 from co2.config import Config, Resume, Validation
 from co2.errors import DIVERGED, STOPPED, ConfigError, from_outside, unusable
 from co2.methods import Method
+from co2.methods.base import OTHERS
 from co2.record import tensorboard
 from co2.record.console import Outcome, closing_table, sweep_table
 from co2.record.folder import check_data, check_folder, read_summary, run_folder, tag_from
@@ -111,7 +112,8 @@ class App:
         task = self.make_task(config)
         if isinstance(task, Placed):
             task.check_place(here, config.mesh.strategy)
-        check_folder(config, world)
+        others = OTHERS not in method.refusals()
+        check_folder(config, world, lists=is_first(), others=others)
         return config
 
     def open(self, folder: str) -> Finished:
@@ -299,7 +301,7 @@ class App:
             config = make()
             validation = config.data.validation
             # Once more: the run before it may have made the folder.
-            check_folder(config, world_size(config.launch))
+            check_folder(config, world_size(config.launch), lists=is_first())
             status = self.run(config, origin)
             summary = None if status else read_summary(config)
         except ConfigError as error:

@@ -13,7 +13,7 @@ from co2.app.schema import typed
 from co2.config import Config
 from co2.errors import ConfigError, nearest, require
 from co2.record.files import DAMAGE
-from co2.record.folder import changed_data, without_gone
+from co2.record.folder import changed_data
 from co2.record.metrics import Summary
 from co2.task import Task
 from co2.train import weight_files
@@ -74,7 +74,7 @@ def opened(tasks: Mapping[str, type[Task]], methods: Mapping[str, type], given: 
     require(name in tasks, "RUN", given, f"is a run of task={name}; {nearest(name, tasks)}")
     hint = "its config.yaml does not fit this version of the suite"
     try:
-        config = typed(without_gone(values), methods, tasks)
+        config = typed(values, methods, tasks)
         task = tasks[name](config.task_config, config.train, config.optim, config.data)
         hint = "its data are needed, as where it was trained"
         task.setup(1)

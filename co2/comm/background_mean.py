@@ -31,11 +31,15 @@ class Arriving:
     """In a state: a buffer that a collective still writes."""
 
     buffer: Tensor
-    copy_to: Callable[[Tensor], Callable[[], object]]
-    """Copies the buffer into a tensor of its size and type as soon as the collective is over, and
-    before anybody else can change it. Called by the thread that trains, while the state is new.
-    What it returns waits for the copy, in any thread, and raises `RuntimeError` if the collective
-    has failed."""
+    copy: Callable[[Tensor, Tensor], Callable[[], object]]
+    """Copies the first tensor, the buffer or a part of it, into the second, of its size and type,
+    as soon as the collective is over, and before anybody else can change it. Called by the thread
+    that trains, while the state is new. What it returns waits for the copy, in any thread, and
+    raises `RuntimeError` if the collective has failed."""
+
+    def part(self, first: int, last: int) -> "Arriving":
+        """These elements of it."""
+        return Arriving(self.buffer[first:last], self.copy)
 
 
 class BackgroundMean:
@@ -65,6 +69,9 @@ class BackgroundMean:
         self.buffer = torch.zeros(numel, dtype=dtype, device=device)
         self.in_flight = False
         """Whether a result is due: it was started and has not been waited for."""
+        self.is_equal = False
+        """Whether what was started last gives all replicas the same bits, as a mean does. A
+        sequence may leave each of them others."""
         self._max_ctas = config.max_ctas
         self._make_group(mesh)
         hint = "the process group is gloo's, for host memory; use cpu, or a group with nccl"
@@ -93,6 +100,7 @@ class BackgroundMean:
         From here to `wait` the buffer belongs to the collective.
         """
         self._depart()
+        self.is_equal = True
         if vector is not None:
             self.buffer.copy_(vector)
         if self._travels:
@@ -189,13 +197,14 @@ class BackgroundMean:
         """
         buffer: Tensor | Arriving = self.buffer
         if arriving and not self._sequence:
-            buffer = Arriving(self.buffer, lambda target: self._runner.copy(self.buffer, target))
+            buffer = Arriving(self.buffer, self._runner.copy)
         else:
             self.peek()
         totals = self.totals()
         return {
             "in_flight": self.in_flight,
             "buffer": buffer if self.in_flight else None,
+            "equal": self.is_equal,
             "comm_s": totals.comm_s,
             "exposed_s": totals.exposed_s,
             "bytes_sent": self._bytes_sent,
@@ -207,13 +216,14 @@ class BackgroundMean:
         self.in_flight = state["in_flight"]
         if self.in_flight:
             self.buffer.copy_(state["buffer"])
+        self.is_equal = state.get("equal", False)  # an older version may have saved it
         self._comm_s, self._exposed_s = state["comm_s"], state["exposed_s"]
         self._bytes_sent = state["bytes_sent"]
 
     def _depart(self, num_bytes: int | None = None) -> None:
         assert self.num_replicas == 1 or self.group is not None, "closed by flush"
         assert not self.in_flight, "the previous mean was not waited for"
-        self.in_flight, self._sequence = True, False
+        self.in_flight, self._sequence, self.is_equal = True, False, False
         self._bytes_sent += self.bytes_per_mean() if num_bytes is None else num_bytes
 
 

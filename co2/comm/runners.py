@@ -67,7 +67,7 @@ class HostRunner:
         self._clocked = self._collected.then(stop_clock)
 
     def copy(self, buffer: Tensor, target: Tensor) -> Callable[[], object]:
-        """Copy the buffer when what was launched is over. See `Arriving.copy_to`."""
+        """Copy the buffer when what was launched is over. See `Arriving.copy`."""
         collected, clocked = self._collected, self._clocked
         if collected is None or clocked is None:
             target.copy_(buffer)

@@ -229,6 +229,7 @@ class RecoveringMean(BackgroundMean):
 
     def start(self, vector: Tensor | None = None) -> None:
         self._depart()
+        self.is_equal = True
         if vector is not None:
             self.buffer.copy_(vector)
         self._sent.copy_(self.buffer)

@@ -44,9 +44,10 @@ Schedule = Callable[[int], float]
 """The index of a step, from 0 → the largest learning rate of the inner optimizer in that step."""
 _PLAIN = (bool, int, float, str, tuple)
 ELASTIC, QUORUM = "launch.elastic=true", "launch.quorum"
+OTHERS = "another launch.workers"
 BF16, HOST = "comm.dtype=bf16", "comm.device=cpu"
-"""Keys of `Method.refusals`: elastic runs, unequal numbers of steps, rounding on the wire, and
-copies of the model in the host's memory."""
+"""Keys of `Method.refusals`: elastic runs, unequal numbers of steps, going on with another number
+of workers, rounding on the wire, and copies of the model in the host's memory."""
 
 
 @dataclass(frozen=True)

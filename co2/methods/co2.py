@@ -35,7 +35,7 @@ from co2.comm.background_mean import BackgroundMean
 from co2.comm.cuts import Part
 from co2.comm.phases import SNAPSHOT
 from co2.limits import Amount, Decay, Positive
-from co2.methods.base import BF16, ELASTIC, HOST
+from co2.methods.base import BF16, ELASTIC, HOST, OTHERS
 from co2.methods.shared.local_method import LocalMethod
 from co2.methods.shared.outer_shard import OuterShard
 from co2.methods.shared.outer_step import GapKind, GapPenalty, Momentum
@@ -71,7 +71,10 @@ class CO2(LocalMethod):
         found = super().refusals()
         if self.config.shard:
             found |= {
-                ELASTIC: "co2.shard=true leaves each replica a part of the outer state; use false",
+                **dict.fromkeys(
+                    (ELASTIC, OTHERS),
+                    "co2.shard=true leaves each replica a part of the outer state; use false",
+                ),
                 "mesh.strategy=ep": "co2.shard=true cuts experts as it does weights; use false",
                 BF16: "with co2.shard=true weights travel, and bf16 loses their changes; use fp32",
                 HOST: "with co2.shard=true weights and buffer share one memory; use auto",

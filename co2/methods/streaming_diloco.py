@@ -41,7 +41,7 @@ from co2.comm.compressed_mean import CompressedMean
 from co2.comm.flat import FlatParams
 from co2.errors import require
 from co2.limits import Amount, Count, Decay, Limited, Share, Steps
-from co2.methods.base import BF16, ELASTIC, QUORUM, Method, synchronizing
+from co2.methods.base import BF16, ELASTIC, OTHERS, QUORUM, Method, synchronizing
 from co2.methods.shared.outer_step import nesterov
 
 
@@ -77,7 +77,8 @@ class StreamingDiLoCo(Method):
         behind = "its fragments meet amid the round, when a slow replica is behind; use null"
         found = {QUORUM: behind}
         if kind != "full":
-            found[ELASTIC] = f"exchange={kind} has rounding errors that a newcomer lacks; use full"
+            reason = f"exchange={kind} has rounding errors that a newcomer lacks; use full"
+            found |= {ELASTIC: reason, OTHERS: reason}
             found[BF16] = f"exchange={kind} is less already; use fp32"
             reason = f"exchange={kind} has scales of whole tensors, not of parts; use full"
             found |= {"mesh.strategy=zero2": reason, "mesh.strategy=zero3": reason}

@@ -12,7 +12,7 @@ _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 DAMAGE = (*_MISSING, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What reading a damaged file of JSON or YAML raises. Other errors of the system are none: where a
 file cannot be read, it may be sound."""
-CHECKPOINT_FORMAT = 7
+CHECKPOINT_FORMAT = 8
 """Stands in the manifest of every checkpoint. It grows when older ones can no longer be read."""
 
 

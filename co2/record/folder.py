@@ -69,12 +69,14 @@ def plain(config: Config, world: int) -> dict[str, Any]:
 
 
 def begun(folder: Path) -> bool:
-    """Whether a run's folder holds checkpoints, from which it goes on. Raises `ConfigError` where
-    they cannot be listed."""
-    return len(saved_steps(folder / "checkpoints")) > 0
+    """Whether a run's folder holds checkpoints, from which it goes on. That of a new run is not
+    listed: hundreds of processes may ask. Raises `ConfigError` where they cannot be listed."""
+    return (folder / "config.yaml").exists() and len(saved_steps(folder / "checkpoints")) > 0
 
 
-def check_folder(config: Config, world: int, as_it_is: bool = False) -> None:
+def check_folder(
+    config: Config, world: int, as_it_is: bool = False, lists: bool = True, others: bool = True
+) -> None:
     """Refuse a folder that holds a run of another configuration, or checkpoints that this version
     of the suite cannot read. Writes nothing.
 
@@ -84,6 +86,8 @@ def check_folder(config: Config, world: int, as_it_is: bool = False) -> None:
 
     Args:
         as_it_is: refuse more steps than the run there has, too.
+        lists: look for checkpoints where config.yaml is missing, too. One process does it for all.
+        others: whether the method, as it is configured, can go on with another number of workers.
     Raises:
         ConfigError: names the first key that differs.
     """
@@ -91,17 +95,18 @@ def check_folder(config: Config, world: int, as_it_is: bool = False) -> None:
     require_writable("runs", config.runs, Path(config.runs, config.task))
     if config.resume is Resume.never:
         return
-    if not begun(folder) and not (folder / "config.yaml").exists():
+    there = (folder / "config.yaml").exists()
+    if not there and not (lists and saved_steps(folder / "checkpoints")):
         return
     if not (folder / "summary.json").exists():
         _check_format(folder)
-    there, here = flat(without_gone(kept_config(folder))), flat(plain(config, world))
+    kept, here = flat(kept_config(folder)), flat(plain(config, world))
     defaults = _defaults(config)
-    for key in sorted(there.keys() | here.keys()):
-        then: Any = there.get(key, defaults.get(key))
+    for key in sorted(kept.keys() | here.keys()):
+        then: Any = kept.get(key, defaults.get(key))
         now, why = here.get(key), ""
         free = _is_free(key) or (config.launch.elastic and key.startswith("launch."))
-        free |= key == "launch.workers" and _goes_on_with_others(config)
+        free |= key == "launch.workers" and others and _goes_on_with_others(config)
         free |= key == "train.accumulate" and config.train.global_batch is not None
         if free or then == now:
             continue
@@ -110,8 +115,6 @@ def check_folder(config: Config, world: int, as_it_is: bool = False) -> None:
             why = _objection_to_more_steps(config, folder, then)
             if not why:
                 continue
-        if key == "train.keep_global_batch":
-            why = ", which is train.global_batch now"
         hint = f"{os.path.relpath(folder)} holds a run with {key}={then}{why}; {_OTHERWISE}"
         raise ConfigError(key, now, hint)
 
@@ -233,16 +236,6 @@ def _check_format(folder: Path) -> None:
             where = os.path.relpath(folder)
             hint = "was saved by another version of the suite; train afresh with resume=never"
             raise ConfigError("resume", "auto", f"{where} {hint}")
-
-
-def without_gone(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without train.keep_global_batch=false, the default of a key that earlier
-    versions had."""
-    train = values.get("train")
-    if isinstance(train, dict) and train.get("keep_global_batch") is False:
-        train = {key: value for key, value in train.items() if key != "keep_global_batch"}
-        return {**values, "train": train}
-    return dict(values)
 
 
 def settings_digest(config: Config) -> str:

@@ -40,6 +40,10 @@ class Record:
                 the first one before are written from it.
         """
 
+    def tell_replicas(self, text: str) -> None:
+        """Keep in words what becomes of the replicas where another number of them goes on. Before
+        `begin`."""
+
     def log(self, entry: Entry) -> None:
         """Keep one line of figures."""
         self.recent.append(entry)
@@ -83,8 +87,12 @@ class FolderRecord(Record):
         self._log_every = config.log.every
         """Steps between lines of the segment before or of this one, whichever is more."""
         then: dict[str, Any] = {}
+        self._starts = 0
+        """How many of the manifest's "resumed" are of earlier starts."""
         if begun(self.folder):
-            known = of_all_starts(kept_manifest(self.folder), known)
+            kept = kept_manifest(self.folder)
+            self._starts = len(kept.get("resumed", []))
+            known = of_all_starts(kept, known)
             then = flat(kept_config(self.folder))
             every = then.get("log.every")
             self._log_every = max(self._log_every, every if isinstance(every, int) else 0)
@@ -132,6 +140,14 @@ class FolderRecord(Record):
         path = self.folder / "manifest.json"
         known = {**json.loads(path.read_text()), "fingerprint": dict(fingerprint)}
         write_durably(path, json.dumps(known, indent=1))
+
+    def tell_replicas(self, text: str) -> None:
+        known = json.loads(self._heads["manifest.json"])
+        earlier, own = known.get("resumed", [])[: self._starts], {"replicas": text}
+        for changes in known.get("resumed", [])[self._starts :]:
+            own = {**changes, **own}
+        known["resumed"] = [*earlier, own]
+        self._heads["manifest.json"] = json.dumps(known, indent=1)
 
     def _tell_missing(self, step: int, last: int, broken: int) -> None:
         """Say in a line what metrics.jsonl lacks up to a step, after its `last`."""

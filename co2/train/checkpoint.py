@@ -2,7 +2,10 @@
 
 `checkpoints/step_<n>/` holds a file for each worker, because local weights differ, and
 `manifest.json` with the files' checksums. `replica_<r>/worker_<k>.safetensors` is that of the k-th
-worker of a replica (state_file.py); each such folder is a checkpoint that PyTorch's own tools load:
+worker of a replica (state_file.py). What is equal on all replicas, such as the anchor of CO2, is
+there once: `equal/replica_<r>_worker_<k>.safetensors` has the part of it that this worker writes.
+Each folder is a checkpoint that PyTorch's own tools load, that of a replica with its weights, or
+`equal` where all replicas have the same:
 
     state = {"model": model.state_dict()}
     reader = torch.distributed.checkpoint.HuggingFaceStorageReader("…/step_100/replica_0")
@@ -14,7 +17,7 @@ checkpoint holds, nothing in it is run, and no file outside it is read.
 
 Training stands still only while the state is copied to the host's memory. Threads do the rest:
 
-    each worker    writes its file, fsyncs it, and tells worker 0 by a small file
+    each worker    writes its files, fsyncs them, and tells worker 0 by a small file
     worker 0       when all have told: writes the manifest, renames, removes what is too old
 
 No worker waits for another one before `finish`, and no thread uses a group that training uses. The
@@ -32,8 +35,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -46,7 +50,9 @@ from co2.record.files import CHECKPOINT_FORMAT, DAMAGE, saved_steps, unreadable
 from co2.train import state_file
 from co2.train.state_file import HostCopy, Split
 
+T = TypeVar("T")
 MANIFEST = "manifest.json"
+_EQUAL = "equal/"
 _POLL_S, _LONGEST_POLL_S = 0.02, 1.0
 """Between two looks whether the other workers have written their parts: twice as long after each
 that has found nothing new, up to the latter."""
@@ -57,8 +63,8 @@ _SETTLE_S = 10.0
 class Written:
     """How one worker's part of a checkpoint has ended."""
 
-    sha256: str
-    """Of its file."""
+    sha256: dict[str, str]
+    """Of its files, by their names in the checkpoint."""
     error: str
     """Why it was not written, in one line; empty if it is whole."""
     diverged: bool = False
@@ -82,6 +88,10 @@ class _Save:
     world: int
     part: Future[Written]
     """This worker's own."""
+
+
+class _Unusable(Exception):
+    """In words, what is wrong with a checkpoint."""
 
 
 class Checkpoints:
@@ -117,6 +127,8 @@ class Checkpoints:
         """Completion notices not yet delivered to worker 0, because the disk was full."""
         self._all_written = threading.Event()
         """Set once no worker writes any more: missing parts will not come."""
+        self._at = folder
+        """What is being read."""
         self._known: dict[int, Written] = {}
         """While `finish` waits: the parts of the newest checkpoint, gathered by rank."""
 
@@ -143,7 +155,8 @@ class Checkpoints:
         """
         if self._last is not None:
             self._last.part.result()
-        own = state_file.split(state, self.mesh.rank_in_replica)
+        mesh = self.mesh
+        own = state_file.split(state, mesh.rank_in_replica, mesh.replica, mesh.num_replicas)
         copied, aside = self._copy.take(own.tensors), self._aside(step)
         part = self._writer.submit(self._write_part, step, aside, own, copied)
         self._last = save = _Save(step, aside, self.rank, self.world, part)
@@ -211,19 +224,15 @@ class Checkpoints:
         if refused is not None:
             raise refused
         for step in there:
-            state, damage, refusal = self._read(step)
-            fault = f"is damaged ({damage})" if damage else ""
-            if not fault and (name := state_file.not_finite(state)):
-                fault = f"is of a training that diverged ({name} is not finite)"
-            faults, refusals = zip(*gathered((fault, refusal), self.group), strict=True)
-            if any(refusals):
-                raise next(filter(None, refusals))
-            if not any(faults):
-                if self.rank == 0:
-                    for bad in unusable:
-                        self._set_aside(bad)
-                return step, state
-            unusable[step] = f"step_{step} {next(filter(None, faults))}"
+            files, fault = self._together(partial(self._checked, step))
+            if files is not None and not fault:
+                state, fault = self._together(partial(self._read, files))
+                if state is not None and not fault:
+                    if self.rank == 0:
+                        for bad in unusable:
+                            self._set_aside(bad)
+                    return step, state
+            unusable[step] = f"step_{step} {fault}"
             if self.rank == 0:
                 self.print_line(f"checkpoint {unusable[step]}; trying the one before")
         if unusable:
@@ -250,7 +259,7 @@ class Checkpoints:
         self, step: int, aside: Path, own: Split, copied: Mapping[str, Tensor]
     ) -> Written:
         """In a thread: write this worker's part, and tell worker 0."""
-        part = self._write_own(aside / self._name(self.rank), own, copied)
+        part = self._write_own(aside, own, copied)
         if part.diverged:
             self.diverged = f"{part.error} at step {step}"
         if self.rank > 0:
@@ -265,20 +274,27 @@ class Checkpoints:
             del self._undelivered[folder]
         return part
 
-    def _write_own(self, path: Path, own: Split, copied: Mapping[str, Tensor]) -> Written:
+    def _write_own(self, aside: Path, own: Split, copied: Mapping[str, Tensor]) -> Written:
+        writers = {_own(self.rank, self.mesh.replica_size): state_file.write}
+        if own.equal:
+            writers[_equal(self.rank, self.mesh.replica_size)] = state_file.write_equal
+        sha256 = {}
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)  # first: `settle` waits until it is gone
+            for name in writers:  # first: `settle` waits until it is gone
+                (aside / name).parent.mkdir(parents=True, exist_ok=True)
             self._copy.wait()
-            if name := state_file.not_finite(state_file.rebuilt(own.values, copied.get)):
-                return Written("", f"worker {self.rank}: {name} is not finite", diverged=True)
-            state_file.write(path, own, copied)
-            sha256 = _sha256(path)
-            sync_folder(path.parent)
+            if bad := state_file.not_finite(state_file.rebuilt(own.values, copied.get)):
+                return Written({}, f"worker {self.rank}: {bad} is not finite", diverged=True)
+            for name, write in writers.items():
+                write(aside / name, own, copied)
+                sha256[name] = _sha256(aside / name)
+                sync_folder((aside / name).parent)
             return Written(sha256, "")
         except (OSError, RuntimeError) as failed:  # the latter: what it waited for has failed
-            with contextlib.suppress(OSError):  # it may take the room that the error needs
-                path.unlink(missing_ok=True)
-            return Written("", f"worker {self.rank}: {failed}".splitlines()[0])
+            for name in writers:
+                with contextlib.suppress(OSError):  # it may take the room that the error needs
+                    (aside / name).unlink(missing_ok=True)
+            return Written({}, f"worker {self.rank}: {failed}".splitlines()[0])
 
     def _publish_when_written(self, save: _Save) -> None:
         """In a thread of worker 0: wait for the parts of all workers, and publish. That its own
@@ -322,7 +338,7 @@ class Checkpoints:
 
     def _publish(self, save: _Save, written: dict[int, Written]) -> None:
         aside, final = save.aside, self._path(save.step)
-        sums = {self._name(rank): part.sha256 for rank, part in sorted(written.items())}
+        sums = {name: s for _, part in sorted(written.items()) for name, s in part.sha256.items()}
         head = {"format": CHECKPOINT_FORMAT, "step": save.step, "world": save.world}
         for rank in written:
             _notice(aside, rank).unlink(missing_ok=True)
@@ -348,41 +364,75 @@ class Checkpoints:
         generation = "" if elastic is None else f".{elastic.generation}"
         return self.folder / f".step_{step}{generation}"
 
-    def _read(self, step: int) -> tuple[dict[str, Any], str, ConfigError | None]:
-        """This worker's state of a checkpoint, in words what is damaged, and the refusal where it
-        cannot be read."""
+    def _together(self, look: Callable[[], T]) -> tuple[T | None, str]:
+        """What this worker finds in a checkpoint, and in words what is wrong with it for any of
+        them. Collective. Raises `ConfigError` on all, if one cannot look."""
         from safetensors import SafetensorError  # not needed by the library
 
-        name, folder = MANIFEST, self._path(step)
+        found, fault, refusal = None, "", None
+        try:
+            found = look()
+        except _Unusable as error:
+            fault = printable(str(error))
+        except ConfigError as error:
+            refusal = error
+        except (*DAMAGE, SafetensorError) as failed:
+            name = self._at.relative_to(self.folder).as_posix().partition("/")[2]
+            text = f"{name} cannot be read ({type(failed).__name__}: {failed})"
+            fault = printable(f"is damaged ({text})")
+        except Exception as failed:  # the system's, such as too little memory
+            refusal = self._unreadable(self._at, failed)
+        faults, refusals = zip(*gathered((fault, refusal), self.group), strict=True)
+        if any(refusals):
+            raise next(filter(None, refusals))
+        return found, next(filter(None, faults), "")
+
+    def _checked(self, step: int) -> dict[str, Path]:
+        """The files of a checkpoint by their names. Each worker takes the checksums of some, so
+        that whatever any of them reads is sound. Raises errors of many kinds."""
+        folder = self._path(step)
         try:
             folder.lstat()
         except OSError as failed:
-            return {}, "", self._unreadable(folder, failed)
-        try:
-            manifest = json.loads(self._inside(folder / MANIFEST).read_text())
-            world, sums = manifest["world"], dict(manifest["sha256"])
-            if manifest["step"] != step:
-                return {}, printable(f"it is of step {manifest['step']}"), None
-            files = {name: self._inside(folder / name) for name in sums}
-            if world != len(sums):
-                text = f"saved by {world} workers, of whom {len(sums)} have a file"
-                return {}, printable(text), None
-            # A worker without a file of its own reads replica 0's.
-            name = self._name(self.rank if self.rank < world else self.mesh.rank_in_replica)
-            if _sha256(files[name]) != sums[name]:
-                return {}, f"{name}: checksum differs", None
-            replica = f"{Path(name).parent}/"
-            own = files.pop(name)
-            others = [path for other, path in files.items() if other.startswith(replica)]
-            state = state_file.read(own, others)
-        except (*DAMAGE, SafetensorError) as failed:
-            text = f"{name} cannot be read ({type(failed).__name__}: {failed})"
-            return {}, printable(text), None
-        except Exception as failed:  # the system's, such as too little memory
-            return {}, "", self._unreadable(folder / name, failed)
+            raise self._unreadable(folder, failed) from None
+        self._at = folder / MANIFEST
+        manifest = json.loads(self._inside(self._at).read_text())
+        world, sums = manifest["world"], dict(manifest["sha256"])
+        if manifest["step"] != step:
+            raise _Unusable(f"is damaged (it is of step {manifest['step']})")
+        files = {name: self._inside(folder / name) for name in sums}
+        there = sum(not name.startswith(_EQUAL) for name in files)
+        if world != there:
+            text = f"is damaged (saved by {world} workers, of whom {there} have a file)"
+            raise _Unusable(text)
+        for rank in range(self.rank, world, self.world):  # itself, if as many as now have saved
+            for name in (_own(rank, self.mesh.replica_size), _equal(rank, self.mesh.replica_size)):
+                self._at = folder / name
+                if name in files and _sha256(files[name]) != sums[name]:
+                    raise _Unusable(f"is damaged ({name}: checksum differs)")
+        return files
+
+    def _read(self, files: Mapping[str, Path]) -> dict[str, Any]:
+        """This worker's state. Where its replica is new, or others are lost, the replica begins
+        from the mean of what all have had for themselves; what has none is replica 0's, or as it
+        was. Raises errors of many kinds."""
+        size, place = self.mesh.replica_size, self.mesh.rank_in_replica
+        own, equal = (
+            [files.get(name(rank, size)) for rank in range(len(files))] for name in (_own, _equal)
+        )
+        held = [[*filter(None, own[k::size])] for k in range(size)]
+        saved_by = len(held[place])
+        replica = self.mesh.replica if self.mesh.replica < saved_by else 0
+        mean = self.mesh.replica >= saved_by or self.mesh.num_replicas < saved_by
+        averaged = {all_of[replica]: all_of for all_of in held if mean}
+        parts = [[held[k][replica], *filter(None, equal[k::size])] for k in range(size)]
+        (self._at, *_) = mine = parts.pop(place)
+        state = state_file.read(mine, parts, averaged)
         if not isinstance(state, dict):
-            return {}, f"{name} holds no state", None
-        return state, "", None
+            raise _Unusable(f"is damaged ({_own(replica * size + place, size)} holds no state)")
+        if name := state_file.not_finite(state):
+            raise _Unusable(f"is of a training that diverged ({name} is not finite)")
+        return state
 
     def _unreadable(self, path: Path, failed: Exception) -> ConfigError:
         return unreadable(path, failed, f" on worker {self.rank}")
@@ -395,10 +445,17 @@ class Checkpoints:
             raise ValueError(f"{path.name} is no file")
         return path
 
-    def _name(self, rank: int) -> str:
-        """The file of a worker."""
-        replica, worker = divmod(rank, self.mesh.replica_size)
-        return f"replica_{replica}/worker_{worker}.safetensors"
+
+def _own(rank: int, replica_size: int) -> str:
+    """The file of what a worker has for itself, or shares with those of its replica."""
+    replica, worker = divmod(rank, replica_size)
+    return f"replica_{replica}/worker_{worker}.safetensors"
+
+
+def _equal(rank: int, replica_size: int) -> str:
+    """The file of the part that a worker writes of what is equal on all replicas."""
+    replica, worker = divmod(rank, replica_size)
+    return f"{_EQUAL}replica_{replica}_worker_{worker}.safetensors"
 
 
 def _notice(folder: Path, rank: int) -> Path:

@@ -104,7 +104,9 @@ def holdings(task: Task, config: Config, workers: int) -> Holdings:
                 param.grad = torch.empty_like(param) if param.requires_grad else None
             method.step()
         memory = ledger(module, optimizer, method)
-        saved = sum(tensor.nbytes for tensor in method.saved_tensors().values())
+        equal = method.replicated_tensors()
+        saved = {name: one.nbytes for name, one in method.saved_tensors().items()}
+        once = sum(size for name, size in saved.items() if name in equal)
         average = MovingAverage(module, config.train.ema_decay).nbytes
     share = 1 / size if strategy in CUT else 1.0
     inner = 1 / size if strategy is Strategy.zero1 else share
@@ -128,15 +130,19 @@ def holdings(task: Task, config: Config, workers: int) -> Holdings:
         Strategy.zero2: root + sum(inside),
         Strategy.zero3: root + 2 * max(inside, default=0),
     }
-    # Replicas save all that they have; the workers of one save weights and inner state together.
-    together = whole + memory.inner_state_bytes * whole / memory.parameter_bytes
-    alone = memory.buffer_bytes + (saved + average) * share
+    # The workers of a replica save weights and inner state together; replicas what is equal on all.
+    replicas = workers // size
+    weights = whole * (1 if method.equal_weights else replicas)
+    inner_state = memory.inner_state_bytes * whole / memory.parameter_bytes
+    inner_state *= 1 if method.averages_gradients else replicas
+    averages = average * (size if method.equal_weights else workers)
+    own = (sum(saved.values()) - once) * workers + once * size + averages
     return Holdings(
         num_parameters=numel,
         local_bytes=round(method.copy_bytes * share),
         memory=held,
         gathered_bytes=within_a_step.get(strategy, 0),
-        saved_bytes=round(together * workers / size + alone * workers),
+        saved_bytes=round(weights + inner_state + own * share + memory.buffer_bytes * workers),
         round_steps=method.round_steps,
     )
 

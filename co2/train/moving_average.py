@@ -45,6 +45,11 @@ class MovingAverage:
 
         return consensus(self._module, method.group, method.replica_group, show)
 
+    @property
+    def of_weights(self) -> int:
+        """How many of `tensors` are averages of weights. Those of buffers follow them."""
+        return sum(p.requires_grad for p in self._module.parameters()) if self.tensors else 0
+
     def state_dict(self) -> list[Tensor]:
         """The averages themselves."""
         return self.tensors

@@ -122,9 +122,9 @@ def accumulated(config: Config, workers: int) -> Config:
     require(train.accumulate == 1, "train.accumulate", train.accumulate, hint)
     if launch.store is not None:
         return config
-    goes_on = config.resume is Resume.auto and begun(run_folder(config))
     divides = train.global_batch % (train.batch_size * workers) == 0
-    if not divides and not (launch.elastic and goes_on):
+    resumes = launch.elastic and config.resume is Resume.auto
+    if not divides and not (resumes and begun(run_folder(config))):
         hint = _mend(train, train.global_batch, workers)
         raise ConfigError("train.global_batch", train.global_batch, hint)
     return replace(config, train=replace(train, accumulate=train.micro_batches(workers)))

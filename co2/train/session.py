@@ -10,9 +10,10 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from co2.atomic import durable
 from co2.comm.collectives import gathered
@@ -32,7 +33,7 @@ from co2.train.moving_average import MovingAverage
 from co2.train.run import Run
 from co2.train.samples import Samples
 from co2.train.saving import SaveTimes
-from co2.train.state_file import METHOD, REPLICA, HostCopy, rebuilt, split
+from co2.train.state_file import METHOD, REPLICA, Equal, HostCopy, rebuilt, split
 from co2.train.weight_files import EMA_MODEL, MODEL, write
 from co2.train.within_replica import Replica, ReplicaState, own_buffers, whole_weights
 
@@ -222,9 +223,9 @@ class Session:
 
         Args:
             arriving: do not wait for what is in flight (`Method.state_dict`).
-            whole: with what another worker of the replica saves.
+            whole: with what other workers save.
         """
-        return {
+        found = {
             REPLICA: self.shared.state(whole),
             "model": own_buffers(self.module),
             "workers": self.run.mesh.num_workers,
@@ -232,6 +233,29 @@ class Session:
             "random": random_states(),
             **values(self._kept),
         }
+        return found if whole else self._marked(found)
+
+    def _marked(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state in which what is equal on all replicas is marked."""
+        method, shared, held = self.run.method, state[REPLICA], state[METHOD]
+        equal = method.replicated_tensors()
+        held["tensors"] = {
+            name: Equal(tensor) if name in equal else tensor
+            for name, tensor in held["tensors"].items()
+        }
+        for mean, one in zip(method.means, held["means"], strict=True):
+            if mean.in_flight and mean.is_equal:
+                one["buffer"] = Equal(one["buffer"])
+        if method.equal_weights:
+            shared["model"] = tree_map_only(Tensor, Equal, shared["model"])
+            weights = self.average.of_weights
+            state["average"] = [
+                Equal(one) if number < weights else one
+                for number, one in enumerate(state["average"])
+            ]
+        if method.averages_gradients:
+            shared["optimizer"] = tree_map_only(Tensor, Equal, shared["optimizer"])
+        return state
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from what `state` returned, with the random generators as they are."""
@@ -247,7 +271,7 @@ class Session:
 
     def resume(self) -> None:
         """Go on from the newest sound checkpoint, if there is one. Another number of workers may
-        have written it. A worker without a file loads replica 0's. Collective."""
+        have written it. Collective."""
         found = self.checkpoints.load()
         if found is None:
             return
@@ -261,18 +285,19 @@ class Session:
             restore_random_states(state["random"])
         if self.run.mesh.num_workers != saved_by:
             self.samples.regroup(saved_by)
-            text = self._others(saved_by) + self.samples.compared(saved_by)
+            others = self._others(saved_by // self.run.mesh.replica_size)
+            self.run.record.tell_replicas(others)
+            text = f", with {others}{self.samples.compared(saved_by)}"
         steps = self.run.config.train.steps
         self.run.console.print_line(f"resumed at step {self.step} of {steps}{text}")
 
-    def _others(self, saved_by: int) -> str:
-        """What becomes of the replicas where another number of workers has saved, in words."""
-        now, size = self.run.mesh.num_replicas, self.run.mesh.replica_size
-        before = saved_by // size
-        text = f", with {now} replicas in place of {before}: "
-        if now > before:
-            return text + "the new ones begin as the first"
-        return text + "what the others had trained since their last mean is lost"
+    def _others(self, before: int) -> str:
+        """What becomes of the replicas where another number of them has saved, in words."""
+        now = self.run.mesh.num_replicas
+        text = f"{now} replicas in place of {before}"
+        if self.run.method.equal_weights:
+            return text
+        return f"{text}: {'the new ones' if now > before else 'all'} begin from their mean"
 
     def _rehearse(self) -> None:
         """With DDP over three workers or more make a forward and a backward pass that count for

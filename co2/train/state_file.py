@@ -9,13 +9,18 @@ The files of a replica's workers in one folder are a checkpoint for PyTorch's
 `HuggingFaceStorageReader`, because the head of each says where its shards begin in the whole
 tensors. What every worker has for itself is called `worker_<n>.<name>`, and `<name>` for the first
 one: buffers, the method's state, random generators.
+
+What is equal on all replicas lies in further files, each part of it once: these tensors are laid
+end to end and cut into as many parts of as many bytes as there are replicas, between two rows.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
+from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,6 +44,13 @@ ELSEWHERE: Final = object()
 
 
 @dataclass(frozen=True)
+class Equal:
+    """In a state: a tensor that has the same bits on all replicas."""
+
+    tensor: Tensor | Arriving
+
+
+@dataclass(frozen=True)
 class Split:
     """A state, divided into tensors and what JSON can say."""
 
@@ -49,12 +61,15 @@ class Split:
     weights do, is here once."""
     offsets: dict[str, list[int]] = field(default_factory=dict)
     """Where in the whole tensor this part of it begins, by name."""
+    equal: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of those that are equal on all replicas: the first row that this worker writes of what it
+    holds, and how many rows it holds. They lie in a file of their own."""
     _names: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
     def _of(self, value: Any, path: tuple[str, ...]) -> Any:
         if value is ELSEWHERE:
             return {_TENSOR: ".".join(path)}
-        if isinstance(value, Tensor | Arriving):
+        if isinstance(value, Tensor | Arriving | Equal):
             return {_TENSOR: self._named(value, ".".join(path))}
         if isinstance(value, Mapping):
             entries = {key: self._of(entry, (*path, str(key))) for key, entry in value.items()}
@@ -64,7 +79,9 @@ class Split:
             return [self._of(entry, (*path, str(n))) for n, entry in enumerate(value)]
         return value
 
-    def _named(self, value: Tensor | Arriving, name: str) -> str:
+    def _named(self, value: Tensor | Arriving | Equal, name: str) -> str:
+        is_equal = isinstance(value, Equal)
+        value = value.tensor if isinstance(value, Equal) else value
         tensor = value.buffer if isinstance(value, Arriving) else value.detach()
         part = local(tensor)
         place = (part.device, part.data_ptr(), part.dtype, part.shape, part.stride())
@@ -77,16 +94,56 @@ class Split:
                 shard: Any = tensor  # a DTensor, whose module takes half a second to import
                 (chunk,) = shard.__create_chunk_list__()
                 self.offsets[name] = list(chunk.offsets)
+            if is_equal:
+                self.equal[name] = 0, _rows(part)
         return first
 
+    def _deal(self, replica: int, num_replicas: int) -> None:
+        """Keep this replica's part of what is equal on all."""
+        bytes_of = {name: _buffer(self.tensors[name]).nbytes for name in self.equal}
+        total, at = sum(bytes_of.values()), 0
+        edges = [total * number // num_replicas for number in (replica, replica + 1)]
+        for name, (_, rows) in list(self.equal.items()):
+            size = bytes_of[name]
+            if size > 0:
+                # The first row that begins at an edge or behind it.
+                first, last = (min(max(0, -((at - edge) * rows // size)), rows) for edge in edges)
+            else:
+                first, last = 0, rows if replica == 0 else 0
+            at += size
+            tensor = self.tensors.pop(name)
+            if first == last and (size > 0 or replica > 0):
+                del self.equal[name], self.offsets[name]
+                continue
+            if last - first < rows:
+                if isinstance(tensor, Arriving):
+                    tensor = tensor.part(first, last)
+                else:
+                    tensor = tensor[first:last]
+                self.offsets[name][0] += first
+            self.tensors[name], self.equal[name] = tensor, (first, rows)
 
-def split(state: Mapping[str, Any], worker: int) -> Split:
-    """Divide the state of the worker with this number in its replica: nested dicts, lists and
-    tuples of tensors and plain values. Tuples become lists. What stands under `REPLICA` is named
-    without the worker."""
+
+def _buffer(value: Tensor | Arriving) -> Tensor:
+    return value.buffer if isinstance(value, Arriving) else value
+
+
+def _rows(tensor: Tensor) -> int:
+    return tensor.size(0) if tensor.dim() else 1
+
+
+def split(state: Mapping[str, Any], worker: int, replica: int = 0, num_replicas: int = 1) -> Split:
+    """Divide the state of a worker: nested dicts, lists and tuples of tensors and plain values.
+    Tuples become lists. What stands under `REPLICA` is named without the worker.
+
+    Args:
+        worker: its number in its replica.
+        replica: of so many, among which it is divided who writes what is `Equal`.
+    """
     found, own = Split(), () if worker == 0 else (f"worker_{worker}",)
     for key, value in state.items():
         found.values[key] = found._of(value, () if key == REPLICA else (*own, key))
+    found._deal(replica, num_replicas)
     return found
 
 
@@ -154,7 +211,7 @@ class HostCopy:
         elif taken:
             torch._foreach_copy_(list(taken.values()), self._sources)
         late = {name: self._target(name, one.buffer) for name, one in arriving.items()}
-        self._waits = [one.copy_to(late[name]) for name, one in arriving.items()]
+        self._waits = [one.copy(one.buffer, late[name]) for name, one in arriving.items()]
         return taken | late
 
     def hold(self) -> None:
@@ -189,23 +246,96 @@ class HostCopy:
 
 
 def write(path: Path, state: Split, tensors: Mapping[str, Tensor]) -> None:
-    """Write a state, with copies of its tensors in the host's memory, by name. Raises `OSError`
-    where there is no room."""
-    shards = {name: {"saved_offsets": offsets} for name, offsets in state.offsets.items()}
-    head = {_VALUES: json.dumps(state.values), _SHARDS: json.dumps(shards)}
-    weight_files.save(path, tensors, head)
+    """Write a state without what is `equal`, with copies of its tensors in the host's memory, by
+    name. Raises `OSError` where there is no room."""
+    own = [name for name in state.tensors if name not in state.equal]
+    _write(path, own, state.values, state, tensors)
 
 
-def read(path: Path, others: Sequence[Path] = ()) -> Any:
-    """Return the state in a file, in the host's memory. The files of the `others` of the replica
-    hold the tensors that it names and does not hold. Raises errors of many kinds."""
-    from safetensors import safe_open  # not needed by the library
+def write_equal(path: Path, state: Split, tensors: Mapping[str, Tensor]) -> None:
+    """Write the part of what is equal on all replicas that is this worker's. As `write`."""
+    _write(path, list(state.equal), state.equal, state, tensors)
 
-    paths = (path, *others)
+
+def _write(
+    path: Path, names: Sequence[str], values: Any, state: Split, tensors: Mapping[str, Tensor]
+) -> None:
+    shards = {name: {"saved_offsets": state.offsets[name]} for name in names}
+    head = {_VALUES: json.dumps(values), _SHARDS: json.dumps(shards)}
+    weight_files.save(path, {name: tensors[name] for name in names}, head)
+
+
+def read(
+    files: Sequence[Path],
+    others: Sequence[Sequence[Path]] = (),
+    averaged: Mapping[Path, Sequence[Path]] | None = None,
+) -> Any:
+    """Return the state of a worker, in the host's memory. Raises errors of many kinds.
+
+    Args:
+        files: its own, and those in which its counterparts in all replicas, itself too, have
+            written parts of what is equal on all.
+        others: the same of the other workers of its replica, who hold the tensors that it names and
+            does not hold.
+        averaged: of a worker's own file, those of its counterparts in all replicas, itself too:
+            their mean takes the place of each tensor of real numbers that all of them have.
+    """
+    fellows = averaged or {}
     with ExitStack() as stack:
-        for one in paths:  # safetensors takes a file that it may not open for a missing one
-            one.open("rb").close()
-        files = [stack.enter_context(safe_open(one, "pt")) for one in paths]
-        places = {name: file for file in reversed(files) for name in file.keys()}  # noqa: SIM118
-        values = json.loads(files[0].metadata()[_VALUES])
-        return rebuilt(values, cache(lambda name: places[name].get_tensor(name)))
+        held = [
+            cache(partial(_Held, one, fellows.get(one[0], ()), stack)) for one in (files, *others)
+        ]
+
+        @cache
+        def tensor(name: str) -> Tensor:
+            found = (opened().tensor(name) for opened in held)
+            there = next((one for one in found if one is not None), None)
+            if there is None:
+                raise KeyError(name)
+            return there
+
+        return rebuilt(held[0]().values(), tensor)
+
+
+class _Held:
+    """What one worker holds: its own file, and parts of what is equal on all replicas."""
+
+    def __init__(self, paths: Sequence[Path], averaged: Sequence[Path], stack: ExitStack) -> None:
+        from safetensors import safe_open  # not needed by the library
+
+        def opened(path: Path) -> Any:
+            path.open("rb").close()  # safetensors takes one that it may not open for a missing one
+            return stack.enter_context(safe_open(path, "pt"))
+
+        self._own, *equal = map(opened, paths)
+        self._names = set(self._own.keys())
+        self._averaged = [*map(opened, averaged)]
+        self._means = self._names.intersection(*(file.keys() for file in self._averaged))
+        self._parts: dict[str, list[tuple[int, int, Any]]] = {}
+        """Of what is equal: the first row of each part, the number of all rows, and the file."""
+        for file in equal:
+            for name, (first, rows) in json.loads(file.metadata()[_VALUES]).items():
+                self._parts.setdefault(name, []).append((first, rows, file))
+
+    def values(self) -> Any:
+        """See `Split.values`."""
+        return json.loads(self._own.metadata()[_VALUES])
+
+    def tensor(self, name: str) -> Tensor | None:
+        """None: it is not here. Raises `ValueError` where a part of it is missing."""
+        if name in self._names:
+            tensor: Tensor = self._own.get_tensor(name)
+            if self._averaged and name in self._means and tensor.is_floating_point():
+                # In fp64 the mean of equal numbers is that number.
+                total = torch.zeros_like(tensor, dtype=torch.float64)
+                for file in self._averaged:
+                    total += file.get_tensor(name)
+                tensor.copy_(total.div_(len(self._averaged)))
+            return tensor
+        if name not in self._parts:
+            return None
+        firsts, rows, files = zip(*sorted(self._parts[name], key=itemgetter(0)), strict=True)
+        parts = [file.get_tensor(name) for file in files]
+        if [*accumulate(map(_rows, parts), initial=0)] != [*firsts, rows[0]]:
+            raise ValueError(f"parts of {name} are missing")
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

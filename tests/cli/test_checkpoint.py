@@ -23,15 +23,22 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from co2.comm.background_mean import Arriving, BackgroundMean
+from co2.comm.collectives import gathered
 from co2.comm.mesh import Mesh
-from co2.errors import ConfigError
+from co2.errors import PREEMPTED, ConfigError
+from co2.methods import METHODS
 from co2.randomness import random_states, restore_random_states
 from co2.train import checkpoint, state_file
 from co2.train.checkpoint import MANIFEST, Checkpoints, Written
-from co2.train.state_file import ELSEWHERE, REPLICA, HostCopy, Split, split
-from tests.cli.harness import Run, metrics, pooled, weights
+from co2.train.session import Session
+from co2.train.state_file import ELSEWHERE, REPLICA, Equal, HostCopy, Split, split
+from tasks.toy import CLASSES
+from tests.cli.harness import Run, metrics, pooled, stopped_after, weights
+from tests.grids import nonempty
+from tests.methods.driver import overrides
 from tests.workers import Pool, replicas
 
 FULL = "No space left|File too large"
@@ -66,6 +73,11 @@ def checkpoints(folder: Path, keep: int = 2, lines: list[str] | None = None) -> 
 def part(replica: int = 0, worker: int = 0) -> str:
     """The file of a worker in a checkpoint."""
     return f"replica_{replica}/worker_{worker}.safetensors"
+
+
+def held(folder: Path, replica: int = 0) -> list[Path]:
+    """What a replica of one worker reads of a checkpoint."""
+    return [folder / part(replica), *(folder / "equal").glob("*.safetensors")]
 
 
 def damage(folder: Path, kind: str, name: str = part()) -> None:
@@ -636,10 +648,10 @@ PLAIN = {
 
 
 def test_plain_values_come_back(tmp_path: Path) -> None:
-    found = state_file.read(written(tmp_path / "file", {**PLAIN, "nan": math.nan}))
+    found = state_file.read([written(tmp_path / "file", {**PLAIN, "nan": math.nan})])
     assert math.isnan(found.pop("nan"))
     assert found == PLAIN
-    assert state_file.read(written(tmp_path / "file", {"pair": (1, (2,))})) == {"pair": [1, [2]]}
+    assert state_file.read([written(tmp_path / "file", {"pair": (1, (2,))})]) == {"pair": [1, [2]]}
 
 
 TENSORS = {
@@ -657,7 +669,7 @@ TENSORS = {
 
 def test_tensors_come_back(tmp_path: Path) -> None:
     state = {"nested": [{"of": TENSORS}, [TENSORS["half"].clone()]], REPLICA: {"model": {"w": -1}}}
-    found = state_file.read(written(tmp_path / "file", state))
+    found = state_file.read([written(tmp_path / "file", state)])
     ((of, (half,)), saved) = found["nested"], TENSORS["half"]
     for name, value in TENSORS.items():
         assert of["of"][name].dtype == value.dtype and torch.equal(of["of"][name], value), name
@@ -676,7 +688,7 @@ def test_tied_weights_are_there_once(tmp_path: Path) -> None:
     weight = torch.randn(4, 3, requires_grad=True)
     path = written(tmp_path / "file", {"in": weight, "out": weight.detach(), "more": weight[:2]})
     assert names(path) == {"in", "more"}
-    found = state_file.read(path)
+    found = state_file.read([path])
     assert found["in"] is found["out"] and torch.equal(found["in"], weight)
     assert torch.equal(found["more"], weight[:2])
 
@@ -688,10 +700,55 @@ def test_what_another_worker_saves(tmp_path: Path) -> None:
     state = {REPLICA: {"model": {**there, "bias": ELSEWHERE}}}
     second = written(tmp_path / "1", state, 1)
     assert names(second) == {"model.w"}
-    model = state_file.read(second, [first])[REPLICA]["model"]
+    model = state_file.read([second], [[first]])[REPLICA]["model"]
     assert model["w"].tolist() == [1.0, 1.0] and model["bias"].tolist() == [1.0]
     with pytest.raises(KeyError, match="bias"):
-        state_file.read(second)
+        state_file.read([second])
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 7, 40])
+def test_what_is_equal_is_there_once(tmp_path: Path, num_replicas: int) -> None:
+    """Each replica writes as many bytes of it, to a row, and reads all; so does PyTorch's tool."""
+    vectors = {"anchor": torch.randn(101), "momentum": torch.randn(101)}
+    model = {"w": torch.randn(5, 2, requires_grad=True), "b": torch.randn(3).double()}
+    equal = nonempty([*TENSORS.values(), *vectors.values(), *model.values()])
+    row = max(one.nbytes // max(1, one.size(0) if one.dim() else 1) for one in equal)
+    files, numbers = [], []
+    for replica in range(num_replicas):
+        state = {
+            REPLICA: {"model": {name: Equal(one) for name, one in model.items()}},
+            "method": [{name: Equal(one) for name, one in (TENSORS | vectors).items()}],
+            "own": torch.full((2,), float(replica)),
+        }
+        own = split(state, 0, replica, num_replicas)
+        copies = HostCopy().take(own.tensors)
+        (tmp_path / f"equal_{replica}").mkdir()
+        files.append([tmp_path / f"own_{replica}", tmp_path / f"equal_{replica}/file.safetensors"])
+        state_file.write(files[-1][0], own, copies)
+        state_file.write_equal(files[-1][1], own, copies)
+        assert names(files[-1][0]) == {"own"}
+        numbers.append(sum(one.nbytes for one in load_file(files[-1][1]).values()))
+    assert sum(numbers) == sum(one.nbytes for one in equal)
+    assert all(abs(number - sum(numbers) / num_replicas) <= row for number in numbers)
+    parts = [path for _, path in files]
+    for replica in (0, num_replicas - 1):
+        found = state_file.read([files[replica][0], *reversed(parts)])
+        assert found["own"].tolist() == [replica, replica]
+        for name, value in (TENSORS | vectors).items():
+            there = found["method"][0][name]
+            assert there.dtype == value.dtype and torch.equal(there, value), name
+        assert all(torch.equal(found[REPLICA]["model"][name], model[name]) for name in model)
+    (tmp_path / "all").mkdir()
+    for replica, path in enumerate(parts):
+        path.rename(tmp_path / "all" / f"{replica}.safetensors")
+    whole = {"model": {"w": torch.zeros(5, 2), "b": torch.zeros(3, dtype=torch.float64)}}
+    loaded(tmp_path / "all", whole)
+    assert all(torch.equal(whole["model"][name], model[name]) for name in model)
+    parts = list((tmp_path / "all").iterdir())
+    for lost in nonempty(path for path in parts if names(path)):
+        left = [path for path in parts if path != lost]
+        with pytest.raises((ValueError, KeyError), match=r"are missing|^'"):
+            state_file.read([files[0][0], *left])
 
 
 def shards(folder: Path) -> Tensor:
@@ -742,3 +799,73 @@ def test_the_weights_of_a_run(trained: Path) -> None:
     for name, value in consensus.items():
         mean = torch.stack([first[name].double(), second[name].double()]).mean(0)
         torch.testing.assert_close(mean.to(value.dtype), value, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["truncated", "flipped", "missing"])
+def test_a_damaged_part_of_what_is_equal(workers: Pool, tmp_path: Path, kind: str) -> None:
+    """No replica can do without it: all go on from the checkpoint before."""
+    words = ("method=co2", "co2.tau=3", "train.steps=9", "log.every=1", "checkpoint.every=4")
+    told = {"setup": stopped_after, "setup_arguments": (8,)}
+    stopped = pooled(workers, 3, *words, runs=tmp_path, **told)
+    assert stopped.status == PREEMPTED, stopped.err
+    damage(stopped.folder / "checkpoints/step_8", kind, "equal/replica_2_worker_0.safetensors")
+    run = pooled(workers, 3, *words, runs=tmp_path)
+    assert run.status == 0 and "resumed at step 4 of 9" in run.out
+    assert "step_8 is damaged (equal/replica_2_worker_0.safetensors" in run.out
+
+
+@contextmanager
+def comparing(some: bool) -> Iterator[None]:
+    """Setup: instead of saving, all workers compare what they hold to be equal, if anything."""
+    compared = []
+
+    def save(session: Session) -> None:
+        leaves = tree_leaves(session.state())
+        own = [one.tensor.clone() for one in leaves if isinstance(one, Equal)]
+        compared.append(len(own))
+        for other in gathered(own, session.run.control):
+            assert all(map(torch.equal, own, other)) and len(own) == len(other)
+
+    with patch.object(Session, "save", save):
+        yield
+    assert (max(compared) > 0) == some
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_method_calls_equal_is(workers: Pool, tmp_path: Path, name: str) -> None:
+    """After every step, whatever is in flight."""
+    words = (f"method={name}", *overrides(name), "train.steps=9", "checkpoint.every=1")
+    told = {"setup": comparing, "setup_arguments": (name not in ("noloco", "zero_one_adam"),)}
+    run = pooled(workers, 3, *words, "train.ema_decay=0.9", runs=tmp_path, **told)
+    assert run.status == 0, run.err
+
+
+def tensor_bytes(folder: Path) -> int:
+    tensors = (one for path in folder.glob("*.safetensors") for one in load_file(path).values())
+    return sum(one.nbytes for one in tensors)
+
+
+@pytest.mark.parametrize(
+    ("method", "own", "equal"),
+    [
+        (("method=allreduce",), 0, 3),
+        (("method=co2", "co2.tau=3"), 3, 3),
+        (("method=co2_keep", "co2_keep.tau=3"), 4, 2),
+        (("method=diloco", "diloco.tau=3"), 3, 2),
+    ],
+)
+def test_how_large_one_is(
+    workers: Pool, tmp_path: Path, method: tuple[str, ...], own: int, equal: int
+) -> None:
+    """In model copies, with a mean in flight: what each replica has for itself, and what is there
+    once. The rest is buffers and random states."""
+    told = {"setup": stopped_after, "setup_arguments": (7,)}
+    words = (*method, "train.steps=9", "optim.name=adamw", "checkpoint.every=0", "toy.hidden=1024")
+    run = pooled(workers, 4, *words, runs=tmp_path, **told)
+    assert run.status == PREEMPTED, run.err
+    folder = run.folder / "checkpoints/step_7"
+    once, rest = tensor_bytes(folder / "equal"), 25_000
+    copy = 4 * (16 * 1024 + 3 * 1024 + 1024 * CLASSES + CLASSES)
+    assert once == pytest.approx(equal * copy, abs=1000)
+    for replica in range(4):
+        assert tensor_bytes(folder / f"replica_{replica}") == pytest.approx(own * copy, abs=rest)

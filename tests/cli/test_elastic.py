@@ -38,7 +38,7 @@ from tests.cli.harness import (
     weights,
     workers,
 )
-from tests.cli.test_checkpoint import part
+from tests.cli.test_checkpoint import held
 from tests.grids import grid
 from tests.server import environment
 
@@ -472,7 +472,7 @@ def test_told_to_stop_a_slow_replica_goes_on_as_slow(tmp_path: Path) -> None:
 
 
 def read_state(folder: Path, step: int, rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = state_file.read(folder / f"checkpoints/step_{step}" / part(rank))
+    found: dict[str, Any] = state_file.read(held(folder / f"checkpoints/step_{step}", rank))
     return found
 
 
@@ -513,7 +513,7 @@ def test_resumed_by_fewer_and_by_as_many_as_before(tmp_path: Path) -> None:
     place = {"folder": folder_of(*arguments, runs=runs), "runs": runs, "log": log}
     one = killed_after(12, *arguments, **place)
     other = killed_after(one + 12, *arguments, "launch.workers=2", **place)
-    text = f"resumed at step {one} of {QUORUM_STEPS}, with 2 replicas in place of 3: what"
+    text = f"resumed at step {one} of {QUORUM_STEPS}, with 2 replicas in place of 3: all"
     assert text in log.read_text() and ", on 48 samples a step, before 48" in log.read_text()
     ended = cli(*arguments, runs=runs)
     assert ended.status == 0, ended.err

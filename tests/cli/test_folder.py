@@ -17,11 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import train
+from co2.app.compose import preflight
 from co2.errors import PREEMPTED, REFUSED, ConfigError
 from co2.methods.co2 import CO2
-from co2.record import fingerprint, lock
+from co2.record import files, fingerprint, folder, lock
 from co2.record.fingerprint import digest
-from co2.record.folder import tag_from
+from co2.record.folder import run_folder, tag_from
 from co2.record.lock import NAME, FolderLock
 from co2.record.provenance import of_run
 from tasks.shared import sampling
@@ -30,6 +32,7 @@ from tests.cli.harness import (
     LIMIT_S,
     LINGER_S,
     STORY,
+    TOY,
     alive,
     assert_same_run,
     cli,
@@ -102,6 +105,24 @@ class TestTag:
             for n in (1, 2)
         ]
         assert len({self.of(*job) for job in jobs}) == len(jobs)
+
+
+@pytest.mark.parametrize(("rank", "times"), [("0", 1), ("1", 0)])
+def test_one_worker_lists_the_folder_of_a_new_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str, times: int
+) -> None:
+    """Before the workers of torchrun know each other. That of a run that goes on all look at."""
+    words = [*TOY, f"runs={tmp_path}", "train.global_batch=32", "train.batch_size=16"]
+    for name, value in (("RANK", rank), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with patch.object(folder, "saved_steps", wraps=files.saved_steps) as listed:
+        (config,) = preflight(train.APP.conf, words, train.APP.check)
+        assert listed.call_count == times
+        there = run_folder(config)
+        (there / "checkpoints" / "step_4").mkdir(parents=True)
+        (there / "config.yaml").touch()
+        with pytest.raises(ConfigError, match=r"config\.yaml is damaged"):
+            preflight(train.APP.conf, words, train.APP.check)
 
 
 HOST = socket.gethostname()

@@ -185,11 +185,11 @@ def test_another_workers_file_is_read_with_as_much_care(tmp_path: Path) -> None:
     saved = {"co2": json.dumps({"weight": {"$tensor": "weight"}})}
     (tmp_path / "own").write_bytes(save({}, saved))
     (tmp_path / "other").write_bytes(save({"weight": torch.arange(3.0)}, {}))
-    found = state_file.read(tmp_path / "own", [tmp_path / "other"])
+    found = state_file.read([tmp_path / "own"], [[tmp_path / "other"]])
     assert torch.equal(found["weight"], torch.arange(3.0))
     (tmp_path / "other").write_bytes(of_torch(lambda _: Payload(tmp_path))(tmp_path))
     with pytest.raises(SafetensorError):
-        state_file.read(tmp_path / "own", [tmp_path / "other"])
+        state_file.read([tmp_path / "own"], [[tmp_path / "other"]])
     assert not (tmp_path / MARK).exists()
 
 

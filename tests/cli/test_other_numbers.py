@@ -1,16 +1,26 @@
 """A run goes on with another number of workers, where its method holds nothing that only the same
 ones can go on from."""
 
+import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from torch import Tensor
 
 from co2.catalogue import CATALOGUE
 from co2.errors import PREEMPTED, ConfigError
 from co2.methods import METHODS
+from co2.train import state_file
+from co2.train.session import Session
 from tests.cli.harness import Run, assert_same_run, configured, metrics, pooled, stopped_after
-from tests.grids import grid
+from tests.cli.test_checkpoint import part
+from tests.grids import grid, nonempty
 from tests.methods.driver import overrides
 from tests.workers import Pool
 
@@ -32,8 +42,8 @@ def resumed(workers: Pool, world: int, words: tuple[str, ...], runs: Path) -> Ru
 @pytest.mark.parametrize(
     ("before", "now", "told"),
     [
-        (3, 2, "with 2 replicas in place of 3: what the others had trained since their last mean"),
-        (2, 4, "with 4 replicas in place of 2: the new ones begin as the first"),
+        (3, 2, "with 2 replicas in place of 3: all begin from their mean"),
+        (2, 4, "with 4 replicas in place of 2: the new ones begin from their mean"),
     ],
 )
 def test_fewer_or_more(workers: Pool, tmp_path: Path, before: int, now: int, told: str) -> None:
@@ -49,6 +59,69 @@ def test_fewer_or_more(workers: Pool, tmp_path: Path, before: int, now: int, tol
     assert f"resumed at step 7 of 14, {told}" in ended[0].out
     assert re.search(rf", on {4 * now} samples a step, before {4 * before}", ended[0].out)
     assert [line["step"] for line in metrics(ended[0].folder, "eval")] == [7, 14]
+    *_, start = json.loads((ended[0].folder / "manifest.json").read_text())["resumed"]
+    assert told == f"with {start['replicas']}" and start["world_size"] == now
+
+
+def numbers(state: Any, name: str = "") -> dict[str, Tensor]:
+    """The tensors of real numbers of a state, by their names in it."""
+    entries = state.items() if isinstance(state, dict) else enumerate(state)
+    found = {}
+    for key, value in entries:
+        if isinstance(value, dict | list):
+            found |= numbers(value, f"{name}.{key}")
+        elif isinstance(value, Tensor) and value.is_floating_point():
+            found[f"{name}.{key}"] = value
+    return found
+
+
+@contextmanager
+def told_to(folder: Path) -> Iterator[None]:
+    """Setup: every worker writes down what it loads."""
+    original = Session.load
+
+    def load(self: Session, state: dict[str, Any]) -> None:
+        torch.save(numbers(state), folder / f"loaded_{self.run.mesh.worker}")
+        original(self, state)
+
+    with patch.object(Session, "load", load):
+        yield
+
+
+def files_of(folder: Path, replica: int, worker: int) -> list[Path]:
+    return [folder / part(replica, worker), *folder.glob(f"equal/*_worker_{worker}.safetensors")]
+
+
+@pytest.mark.parametrize(("before", "now", "size"), [(3, 2, 1), (2, 4, 1), (4, 2, 2)])
+@pytest.mark.parametrize("name", ["co2", "co2_keep", "allreduce"])
+def test_what_they_begin_from(
+    workers: Pool, tmp_path: Path, name: str, before: int, now: int, size: int
+) -> None:
+    """The mean of what the saved ones hold, each number of it; those that go on, from their own."""
+    parts = (f"mesh.replica_size={size}", f"mesh.strategy={'zero3' if size > 1 else 'ddp'}")
+    adam = ("optim.name=adamw", "optim.lr=0.01", "train.ema_decay=0.9")
+    words = (*WORDS, *parts, f"method={name}", *overrides(name), *adam)
+    told = {"setup": stopped_after, "setup_arguments": (7,)}
+    run = pooled(workers, before, *words, "checkpoint.every=0", runs=tmp_path, **told)
+    assert run.status == PREEMPTED, run.err
+    saved = []
+    for rank in range(before):
+        replica, worker = divmod(rank, size)
+        held = [files_of(run.folder / "checkpoints/step_7", replica, n) for n in range(size)]
+        saved.append(numbers(state_file.read(held.pop(worker), held)))
+    run = pooled(workers, now, *words, runs=tmp_path, setup=told_to, setup_arguments=(tmp_path,))
+    assert run.status == 0, run.err
+    for rank in range(now):
+        begins = torch.load(tmp_path / f"loaded_{rank}", weights_only=True)
+        fellows = saved[rank % size :: size]
+        assert begins.keys() >= fellows[0].keys()
+        for key, first in nonempty(fellows[0].items()):
+            mean = sum(one[key].double() for one in fellows) / len(fellows)
+            goes_on = now > before and rank < before
+            expected = saved[rank][key] if goes_on else mean.to(first.dtype)
+            assert torch.equal(begins[key], expected), key
+    differ = any(not torch.equal(saved[0][key], saved[size][key]) for key in saved[0])
+    assert differ, "else the mean is what each of them holds"
 
 
 def test_the_batch_of_the_whole_run_stays(workers: Pool, tmp_path: Path) -> None:
@@ -59,17 +132,26 @@ def test_the_batch_of_the_whole_run_stays(workers: Pool, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "good"),
+    ("name", "own", "good"),
     grid(
-        [(name, CATALOGUE[name].any_number) for name in METHODS],
-        lambda case: case[0] in ("allreduce", "co2_keep", "streaming_diloco", "desloc", "demo"),
+        [
+            *((name, (), CATALOGUE[name].any_number) for name in METHODS),
+            ("co2", ("co2.shard=true",), False),
+            ("streaming_diloco", ("streaming_diloco.exchange=int4",), False),
+        ],
+        lambda case: case[1] or case[0] in ("allreduce", "co2_keep", "streaming_diloco", "desloc"),
     ),
 )
-def test_which_methods_do(workers: Pool, tmp_path: Path, name: str, good: bool) -> None:
-    words = (*WORDS, f"method={name}", *overrides(name))
+def test_which_methods_do(
+    workers: Pool, tmp_path: Path, name: str, own: tuple[str, ...], good: bool
+) -> None:
+    words = (*WORDS, f"method={name}", *overrides(name), *own)
     stopped(workers, 3, words, 5, tmp_path)
     if good:
-        assert "with 2 replicas in place of 3" in resumed(workers, 2, words, tmp_path).out
+        text = "" if name == "allreduce" else ": all begin from their mean"
+        assert (
+            f"with 2 replicas in place of 3{text}, on " in resumed(workers, 2, words, tmp_path).out
+        )
     else:
         with pytest.raises(ConfigError, match=r"^launch\.workers=2: .*holds a run with .*=3"):
             configured(*words, "launch.workers=2", runs=tmp_path)

@@ -49,7 +49,7 @@ from tests.cli.harness import (
     story,
     weights,
 )
-from tests.cli.test_checkpoint import part
+from tests.cli.test_checkpoint import held
 from tests.grids import OF_A_KIND, grid, nonempty
 from tests.methods.driver import overrides
 from tests.server import environment, fork_program
@@ -134,7 +134,7 @@ class TestFolder:
         assert saved_steps(spawned.folder) == [40, 60]
         for step in (40, 60):
             names = {path.name for path in (spawned.folder / f"checkpoints/step_{step}").iterdir()}
-            assert names == {"replica_0", "replica_1", "manifest.json"}
+            assert names == {"replica_0", "replica_1", "equal", "manifest.json"}
 
     def test_closing_table(self, spawned: Run) -> None:
         table = spawned.out[spawned.out.index("┌") :]
@@ -514,7 +514,7 @@ def test_bf16(workers: Pool, tmp_path: Path) -> None:
     half, single = runs_of(runs)
     assert runs[0].status == 0
     assert all(value.dtype != torch.bfloat16 for value in weights(half).values())
-    state = state_file.read(half / "checkpoints/step_60" / part())
+    state = state_file.read(held(half / "checkpoints/step_60"))
     assert state["method"]["tensors"]["anchor"].dtype == torch.float32
     told = [summary(folder)["final"]["loss"] for folder in (half, single)]
     assert told[0] != told[1] and told[0] == pytest.approx(told[1], abs=0.1)

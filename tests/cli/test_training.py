@@ -233,21 +233,6 @@ def test_a_run_goes_on_with_its_global_batch(workers: Pool, tmp_path: Path) -> N
     assert configured(*words, whole, "launch.workers=2", runs=runs).train.accumulate == 3
 
 
-def test_the_folder_of_an_earlier_version(workers: Pool, tmp_path: Path) -> None:
-    """That kept no global batch goes on; one that kept it by another key is refused."""
-    runs, words = tmp_path / "runs", ("tag=one", "train.steps=2", "launch.workers=1")
-    path = pooled(workers, 1, *words, runs=runs).folder / "config.yaml"
-    kept = yaml.safe_load(path.read_text())
-    del kept["train"]["global_batch"]
-    kept["train"]["keep_global_batch"] = False
-    path.write_text(yaml.safe_dump(kept))
-    configured(*words, runs=runs)
-    kept["train"]["keep_global_batch"] = True
-    path.write_text(yaml.safe_dump(kept))
-    with pytest.raises(ConfigError, match=r"keep_global_batch=True, which is train\.global_batch"):
-        configured(*words, runs=runs)
-
-
 def test_workers_where_none_are_named(tmp_path: Path) -> None:
     with patch("torch.cuda.device_count", lambda: 4):
         assert placement.workers_here() == 4

@@ -285,7 +285,7 @@ def test_every_method(method: str) -> None:
     held = holdings(train.APP.make_task(config), config, 4)
     numel = held.num_parameters
     assert held.memory.parameter_bytes == held.memory.gradient_bytes == 4 * numel
-    assert held.saved_bytes >= 4 * 4 * numel
+    assert held.saved_bytes >= (1 if METHODS[method].equal_weights else 4) * 4 * numel
     assert not torch.distributed.is_initialized()
 
 

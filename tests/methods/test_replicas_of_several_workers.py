@@ -361,7 +361,7 @@ def test_a_replica_is_saved_and_read(
     state_file.write(path / f"{rank}.safetensors", own, HostCopy().take(own.tensors))
     dist.barrier()
     others = sorted(path.iterdir())
-    found = state_file.read(others[saved.mesh.rank_in_replica], others)
+    found = state_file.read([others[saved.mesh.rank_in_replica]], [[one] for one in others])
     read = Worker(rank + 7, "co2", strategy, 2, optimizer, experts=experts)
     ReplicaState(read.net, read.optimizer, read.replica).load(found[REPLICA])
     assert_same(held(read), held(saved))
