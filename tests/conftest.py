@@ -28,7 +28,6 @@ SLOW = (
     "tests/cli/test_several_machines.py::test_a_machine_is_lost_and_comes_back[replica]",
     "tests/engine/test_lab.py::test_a_table",  # links of its own, as root
     "tests/methods/test_replicas_of_several_workers.py::test_two_replicas_of_two_workers",
-    "tests/methods/test_replicas_of_several_workers.py::test_with_what_the_loop_has",
     "tests/recipes/test_golden.py::test_a_small_one",  # trains several tasks
     "tests/tasks/test_fused_experts.py",  # Triton's interpreter
     "tests/tasks/test_text.py::test_two_processes_at_once",  # new interpreters

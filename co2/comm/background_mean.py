@@ -151,10 +151,12 @@ class BackgroundMean:
         self._runner.wait(count=False)
 
     def close(self) -> None:
-        """Wait for what is in flight and release the process group, which else could not join its
-        threads when it is destroyed. Nothing starts after it."""
+        """Wait for what is in flight, which stays due, and release the process group, which else
+        could not join its threads when it is destroyed. Nothing starts after it."""
         try:
-            self.wait()
+            if self.in_flight:
+                with record_function(WAIT):
+                    self._arrive()
         finally:
             self._runner.close()
             self.group = None
@@ -209,8 +211,8 @@ class BackgroundMean:
         self._bytes_sent = state["bytes_sent"]
 
     def _depart(self, num_bytes: int | None = None) -> None:
-        assert not self.in_flight, "the previous mean was not waited for"
         assert self.num_replicas == 1 or self.group is not None, "closed by flush"
+        assert not self.in_flight, "the previous mean was not waited for"
         self.in_flight, self._sequence = True, False
         self._bytes_sent += self.bytes_per_mean() if num_bytes is None else num_bytes
 

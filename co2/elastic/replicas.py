@@ -306,7 +306,7 @@ class RecoveringMean(BackgroundMean):
             self.peek()
         except MemberLost:
             self._runner.give_up()  # nobody needs it any more
-        self.in_flight = False
+            self.in_flight = False
         super().close()
 
     def state_dict(self, arriving: bool = False) -> dict[str, Any]:

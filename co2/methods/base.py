@@ -407,8 +407,8 @@ class Method(Stateful):
         return worker_files.resume(self, Path(folder))
 
     def flush(self) -> None:
-        """Wait for what is in flight and drop it, at the end of training only. Replicas keep their
-        own weights; `finish` leaves the consensus in them."""
+        """Wait for what is in flight, at the end of training only: nothing can be sent after it.
+        Replicas keep their own weights; `finish` leaves the consensus in them."""
         guard = self._as_trained("sync.flush()")
         for mean in self.means:
             mean.close()

@@ -153,12 +153,12 @@ class CO2(LocalMethod):
 
     def show_round_end(self) -> None:
         """Show x_{t,0} − d_t, once d_t is there. Without shards nothing is sent for it."""
-        if self.waits:  # then x_{t+1,0} misses nothing
-            return
-        self.mean.peek()
         if self.sharded is not None:
             self.sharded.show_round_end()
             return
+        if not self.mean.in_flight:  # the round waited: x_{t+1,0} misses nothing
+            return
+        self.mean.peek()
         shift = self.config.outer_lr if self.moved else 0.0
         for chunk in self.flat.chunks:
             x, momentum = chunk.of(self.anchor), chunk.of(self.momentum.vector)
@@ -273,5 +273,8 @@ class ShardedOuterStep:
         torch.sub(anchor, momentum, alpha=self.alpha, out=out)
 
     def show_round_end(self) -> None:
-        """Show mean_i x^i_{t,τ}, once the outer step is done."""
+        """Show mean_i x^i_{t,τ}, once the outer step is done, unless the round waited."""
+        if not self.method.moved:
+            return
+        self.mean.peek()
         self.flat.write(self.shard.gathered(self.method.group))

@@ -82,8 +82,8 @@ class CO2Keep(LocalMethod):
         self.mean.start()
 
     def show_round_end(self) -> None:
-        """Show c + δ_t, and wait for δ_t. Without delay it is in c already."""
-        if self.waits or self.config.delay == 0:
+        """Show c + δ_t, and wait for δ_t, unless it is in c already."""
+        if not self.mean.in_flight:
             return
         self.mean.peek()
         for chunk in self.flat.chunks:

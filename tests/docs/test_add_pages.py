@@ -56,7 +56,7 @@ def add_the_method(copy: Path) -> None:
     add(copy / "co2" / "catalogue.py", line.rstrip(), "}  # fmt: skip")
     (copy / "tests" / "reference" / "easgd.py").write_text(reference)
     references = copy / "tests" / "reference" / "__init__.py"
-    add(references, "    easgd,", "    local_sgd,")
+    add(references, "    easgd,", "    gradients,")
     add(references, '    "easgd": easgd.rounds,', "}")
     add(copy / "tests" / "methods" / "driver.py", f'    "easgd": {settings},', "}")
     page = copy / "docs" / "methods.md"

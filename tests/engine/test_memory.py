@@ -93,7 +93,7 @@ WHOLE = [name for name in METHODS if name not in (*ADAM, *FP32_ONLY, *NEEDS_SGD)
 @replicas(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_copies_held_are_those_of_the_ledger(name: str) -> None:
-    """How many a method should hold says its card (tests/methods/test_cards.py)."""
+    """How many a method should hold says its card (tests/methods/test_declared.py)."""
     ledgers = {}
     for wire in Precision if name in WHOLE else [Precision.fp32]:
         copies, ledgers[wire] = held_beyond_the_ledger(name, wire)

@@ -146,8 +146,16 @@ CASES += [(name, {**SETTINGS[name], "blocking_share": 0.4}) for name in _EARLY]
 CASES += [("co2", {**_CO2, "gap_penalty": gap, "blocking_share": 0.4}) for gap in _GAPS]
 """Every way of every method around an optimizer of any kind, no two of them alike."""
 
-SHARDED: list[Case] = [(name, {**own, "shard": True}) for name, own in CASES if name == "co2"]
-"""Where state lies is nothing that a reference knows."""
+SHARDED: list[Case] = [
+    ("co2", {**SETTINGS["co2"], "shard": True}),
+    *(
+        ("co2", {**_CO2, "gap_penalty": gap, **_CLIPS[number % len(_CLIPS)], "shard": True})
+        for number, gap in enumerate(_GAPS)
+    ),
+    ("co2", {**_CO2, "gap_penalty": "gap_aware", "blocking_share": 0.4, "shard": True}),
+]
+"""Every kind of gap, of clip and of beginning. Where state lies is nothing that a reference knows.
+"""
 
 WITH_MOMENTS: list[Case] = [
     *MOMENTS.items(),
@@ -158,16 +166,6 @@ WITH_MOMENTS: list[Case] = [
 
 TELLING: list[Case] = [*SETTINGS.items(), SHARDED[0]]
 """One of each method."""
-_LESS_TELLING = [
-    ("co2", {**_CO2, "gap_penalty": gap, **clip, "shard": True})
-    for (n, gap), (m, clip) in product(enumerate(_GAPS), enumerate(_CLIPS))
-    if m != n % len(_CLIPS)
-]
-"""Every kind of gap and every kind of clip is among the others."""
-
-
-def is_telling(case: Case) -> bool:
-    return case not in _LESS_TELLING
 
 
 def inner(name: str, optimizer: str = "sgd") -> str:

@@ -30,6 +30,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        # First, because it is trained: whoever leaves out the first tensor is seen.
+        self.scale = nn.Parameter(torch.tensor(0.9) + 0.1 * torch.randn(()))
         self.enter = nn.Linear(5, 7, bias=False)  # a bias before BatchNorm has no gradient
         self.norm = nn.BatchNorm1d(7)
         self.middle = nn.Linear(7, 7)
@@ -38,7 +40,6 @@ class Net(nn.Module):
         self.frozen = nn.Linear(7, 7)
         self.frozen.requires_grad_(False)
         self.unknown = nn.Parameter(torch.randn(3))
-        self.scale = nn.Parameter(torch.tensor(0.9) + 0.1 * torch.randn(()))
         self.leave = nn.Linear(7, 3)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("drift", torch.randn(2, 3))

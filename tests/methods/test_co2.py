@@ -23,11 +23,10 @@ from co2.methods.shared.outer_step import GapPenalty
 from co2.train.schedule import learning_rate
 from tests.grids import grid, nonempty
 from tests.methods import problem
-from tests.methods.driver import SETTINGS, Session, assert_same, trajectory
-from tests.methods.network import Recorder
+from tests.methods.driver import SETTINGS, Session, assert_same
 from tests.methods.test_wire import comm
 from tests.server import environment, fork_program
-from tests.workers import everybody, replicas
+from tests.workers import replicas
 
 # The outer step settles where β + α/Λ < 1, and warns where it does not (docs/choosing.md).
 
@@ -147,6 +146,11 @@ def test_every_layout(rank: int, world: int) -> None:
             assert method.shard.total_numel == numel
             if world == 1 and fields is BARE:
                 assert_same(history, plain)
+    plain, _ = drift(rank, [50, 7], PLAIN, None)
+    with patch.dict(flat._CHUNK, cpu=8):
+        history, method = drift(rank, [50, 7], SHARDED, None)
+    assert len(method.anchor) == 8, "a row is no longer than a chunk"
+    torch.testing.assert_close(history, plain, rtol=1e-12, atol=1e-12)
 
 
 def drift(
@@ -163,24 +167,6 @@ def drift(
         history.append(torch.cat([weight.detach().reshape(-1) for weight in model.parameters()]))
     method.flush()
     return history, method
-
-
-@replicas(2)
-def test_a_row_is_no_longer_than_a_chunk(rank: int) -> None:
-    with patch.dict(flat._CHUNK, cpu=8):
-        history, method = drift(rank, [50, 7], SHARDED, None)
-    assert tuple(method.anchor.shape) == (8, 4)
-    plain, _ = drift(rank, [50, 7], PLAIN, None)
-    torch.testing.assert_close(history, plain, rtol=1e-12, atol=1e-12)
-
-
-@replicas()
-@pytest.mark.parametrize("world", grid([2, 3, 4], (3).__eq__))
-def test_replicas_start_rounds_bit_for_bit_alike(rank: int, world: int) -> None:
-    history = trajectory(rank, world, "co2", ELEMENTWISE, dtype=torch.float32)
-    names = [name for name, p in problem.Net().named_parameters() if p.requires_grad]
-    own = [[state[name] for name in names if name != "unknown"] for state in history[::TAU]]
-    assert_same(everybody(own), [own] * world)
 
 
 class SlowBackground:
@@ -261,35 +247,6 @@ def watched(rank: int, delay: Callable[[int], int]) -> tuple[list[Any], list[Any
     return history, figures, forced
 
 
-@replicas(2)
-def test_consensus_stats_and_checkpoint(rank: int, world: int) -> None:
-    """A consensus and the figures neither wait for the background nor hinder it; a checkpoint sees
-    it to its end, and leaves it due."""
-    expected = trajectory(rank, world, "co2", SHARDED)[: 3 * TAU + 2]
-    session = Session(rank, "co2", SHARDED)
-    history = [session.snapshot()]
-    with SlowBackground(lambda n: TAU) as network:
-        for step in range(3 * TAU + 1):
-            session.step()
-            history.append(session.snapshot())
-            if step == 3 * TAU - 1:
-                figures = session.method.stats().own
-        with session.method.consensus():
-            pass
-        assert not network.gates[-1].is_set(), "nobody waited"
-        assert session.method.stats().own["gap"] == figures["gap"] != 1.0
-        network.gates[-1].set()
-        state = session.method.state_dict()
-        assert state["means"][0]["in_flight"] and session.method.mean.in_flight
-        assert session.method.mean._runner._carried is None, "it is over"
-        assert session.method.stats().own["gap"] == figures["gap"], "the round is not"
-        assert_same(history, expected)
-        before = session.snapshot()
-        session.method.flush()
-        assert_same(session.snapshot(), before)
-        session.method.flush()
-
-
 @replicas(3)
 @pytest.mark.parametrize("fields", [SHARDED, ELEMENTWISE], ids=["value", "norm"])
 def test_figures_are_those_of_the_plain_path(rank: int, fields: dict[str, Any]) -> None:
@@ -300,22 +257,6 @@ def test_figures_are_those_of_the_plain_path(rank: int, fields: dict[str, Any]) 
         assert figures[0] == pytest.approx(figures[1], rel=1e-9)
         seen.append(figures[1])
     assert len({own["clipped"] for own in seen}) > 1 and len({own["gap"] for own in seen}) > 2
-
-
-@replicas(3)
-@pytest.mark.parametrize(("fields", "norms"), [(BARE, 0), (SHARDED, 1)])
-def test_ranks_issue_the_same_collectives(rank: int, fields: dict[str, Any], norms: int) -> None:
-    session = Session(rank, "co2", fields, comm=comm(40))
-    with Recorder() as recorder:
-        session.train(STEPS).method.flush()
-    log = [tuple(call[1:]) for call in recorder.log]
-    assert everybody(log) == [log] * 3
-    names = [name for name, *_ in log]
-    rows = names.index("all_gather_into_tensor") - norms
-    assert rows > 1
-    once = ["all_to_all_single"] * rows + ["all_reduce"] * norms + ["all_gather_into_tensor"] * rows
-    assert names == once * ROUNDS
-    assert not any(background for *_, background in log), "one after the other"
 
 
 @replicas(2)

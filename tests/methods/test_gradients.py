@@ -1,11 +1,11 @@
-"""What is special to the methods that exchange gradients at every step: AllReduce, ACCO and DeMo.
-Everything expected in their tables was typed, not computed by the code."""
+"""What is special to the methods that exchange gradients at every step: AllReduce, ACCO, DeMo,
+1-bit Adam and 0/1 Adam. What the tables expect was typed, not computed by the code."""
 
-import copy
 import math
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,13 +14,17 @@ from torch.optim import SGD, AdamW
 
 import co2
 from co2.comm import dct_mean, flat
-from co2.config import CommConfig, OptimConfig, Optimizer
+from co2.comm.compressed_mean import CompressedMean
+from co2.config import CommConfig
 from co2.errors import ConfigError
 from co2.methods import METHODS
-from tasks.shared.optimizer import make_optimizer
+from co2.methods.onebit_adam import OneBitAdam
+from co2.methods.zero_one_adam import ZeroOneAdam, interval
 from tests.engine.test_memory import LargestAllocation
 from tests.methods import problem
-from tests.methods.driver import assert_same
+from tests.methods.driver import ADAM, SETTINGS, Session, assert_same, replicas_of, trajectory
+from tests.reference.replica import mean
+from tests.reference.signs import exchanges, refreshes
 from tests.workers import everybody, replicas
 
 # AllReduce trains a model of which some parameters take no part, where it is told to.
@@ -73,14 +77,8 @@ def test_else_it_is_refused(rank: int, first: int) -> None:
     """At the first step, before the optimizer moves a weight."""
     with pytest.raises(ConfigError, match=REFUSED.format(1 - first)):
         train(rank, False, first)
-
-
-@replicas(2)
-def test_where_gradients_are_added_up() -> None:
-    """It is at the second micro-batch of the first step."""
-    net = Branches()
-    method = METHODS["allreduce"]()
-    model = method.prepare(net, SGD(net.parameters(), lr=0.1), co2.Mesh.world())
+    net = Branches()  # where gradients are added up, at the second micro-batch
+    model = METHODS["allreduce"]().prepare(net, SGD(net.parameters(), lr=0.1), co2.Mesh.world())
     model(torch.ones(2, 3), 0).backward()
     with pytest.raises(ConfigError, match=REFUSED.format(1)):
         model(torch.ones(2, 3), 0)
@@ -162,57 +160,15 @@ def test_gradients_that_ignore_the_weights_make_plain_training(rank: int) -> Non
     assert optimizer.state_dict()["state"][0]["step"] == (CALLS - 1) // 2
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
-def test_an_estimate_leaves_the_optimizer_as_it_was(name: str) -> None:
-    """From the first, which finds no state, on."""
-    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
-    rate = 0.1 if name == "sgd" else 0.01
-    optimizer = make_optimizer(model, OptimConfig(name=Optimizer[name], lr=rate, momentum=0.9))
-    method = co2.ACCO()
-    method.prepare(model, optimizer, co2.Mesh.world())
-    for call in range(CALLS):
-        model(torch.randn(3, 4)).square().sum().backward()
-        before = copy.deepcopy(optimizer.state_dict())
-        weights = [weight.detach().clone() for weight in model.parameters()]
-        method.step()
-        optimizer.zero_grad()
-        if call % 2:
-            assert_same(optimizer.state_dict(), before)
-            assert not torch.equal(weights[0], next(model.parameters()))
-    assert optimizer.state_dict()["state"]
-    method.flush()
+# DeMo.
 
-
-# DeMo: blocks, their transform, what is sent of them, and steps on the back of an envelope.
-
-SHAPES: tuple[tuple[int, ...], ...] = (
-    (8, 12),
-    (12,),
-    (6, 4, 3, 2),
-    (),
-    (0,),
-    (7, 5),
-    (16, 12),
-    (31,),
-)
+SHAPES = [(8, 12), (12,), (6, 4, 3, 2), (), (0,), (7, 5), (16, 12), (31,)]
 
 
 def method_of(optimizer: SGD, weights: list[nn.Parameter], **fields: Any) -> co2.DeMo:
     method = co2.DeMo(co2.DeMo.Config(**fields))
     method.prepare(nn.ParameterList(weights), optimizer, co2.Mesh.world())
     return method
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 8, 64])
-def test_waves_are_orthonormal(size: int) -> None:
-    found = dct_mean.dct_matrix(size)
-    torch.testing.assert_close(found @ found.T, torch.eye(size, dtype=torch.float64))
-    constant = torch.ones(size, dtype=torch.float64)
-    expected = torch.zeros_like(constant)
-    expected[0] = math.sqrt(size)
-    torch.testing.assert_close(found @ constant, expected)
-    if size % 2:  # odd waves cross 0 in the middle, exactly
-        assert (found[1::2, size // 2] == 0).all()
 
 
 @pytest.mark.parametrize("most", [1, 24, 100, 10**6])
@@ -237,13 +193,6 @@ def test_blocks_are_all_of_every_tensor(most: int) -> None:
     assert {(p.height, p.width) for p in pieces} == {(4, 4), (1, 4), (3, 4), (1, 1)}
     largest = max(math.prod(piece.shape) for piece in pieces)
     assert largest <= max(most, 3 * 24)  # the widest row of blocks
-
-
-def test_a_block_is_a_square_of_neighbours() -> None:
-    matrix = torch.arange(8 * 12.0).view(8, 12)
-    (piece,) = dct_mean.cut([(8, 12)], 4, 3, 10**6)
-    blocks = piece.strips[0].blocks_of(matrix, piece)
-    assert_same(blocks[4], matrix[4:8, 4:8].contiguous())
 
 
 ROOT = math.sqrt(0.5)
@@ -346,3 +295,144 @@ def test_operators_do_not_grow_with_the_pieces_of_a_kind(most: int) -> None:
     """Tensors whose blocks have one shape share pieces."""
     pieces = list(dct_mean.cut([(64, 64)] * 6 + [(64,)] * 6, 64, 32, most))
     assert len(pieces) == (2 if most == 10**6 else 4)
+
+
+# 1-bit Adam and 0/1 Adam.
+
+STEPS = 15
+
+
+@replicas(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_until_the_freeze_it_is_allreduce(
+    rank: int, world: int, optimizer: str, dtype: torch.dtype
+) -> None:
+    """Bit for bit: means over two are exact."""
+    ddp = trajectory(rank, world, "allreduce", {}, optimizer, dtype)
+    for freeze_step in (STEPS - 1, STEPS):
+        settings = {"freeze_step": freeze_step}
+        own = trajectory(rank, world, "onebit_adam", settings, optimizer, dtype)
+        assert_same(own[: freeze_step + 1], ddp[: freeze_step + 1])
+        assert torch.equal(own[-1]["scale"], ddp[-1]["scale"]) == (freeze_step == STEPS)
+
+
+@replicas(3)
+def test_refreshed_and_exchanged_at_every_step_it_is_adam(rank: int, world: int) -> None:
+    """Adam with averaged gradients, its m without bias correction, by hand."""
+    session = Session(rank, "zero_one_adam", {"freeze_step": 99, "kappa": 99, "max_interval": 1})
+    simulated = replicas_of("adamw", world)
+    for optimizer in (session.optimizer, simulated[0].optimizer):
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+    (beta1, beta2), eps = (session.optimizer.param_groups[0][key] for key in ("betas", "eps"))
+    x = simulated[0].weights()
+    m, v = torch.zeros_like(x), torch.zeros_like(x)
+    with patch.object(CompressedMean, "mean_", side_effect=AssertionError):  # means are exact
+        for step in range(20):
+            for replica in simulated:
+                replica.set_weights(x)
+                replica.gradients()
+                replica.steps_done += 1
+            g = mean(replica.gradient() for replica in simulated)
+            m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+            size = (v / (1 - beta2 ** (step + 1))).sqrt() + eps
+            x = x - simulated[0].lr_by_element() * m / size
+            session.step()
+            torch.testing.assert_close(session.method.flat.copy(), x, rtol=1e-9, atol=1e-9)
+
+
+def test_intervals_that_the_learning_rate_drives() -> None:
+    def found(*shares: float, longest: int = 16) -> list[int]:
+        return [interval(longest, share, 0, None) for share in shares]
+
+    assert found(1, 0.51, 0.5, 0.26, 0.25, 0.1, 1 / 16, 1e-9, 0) == [1, 1, 2, 2, 4, 8, 16, 16, 16]
+    assert found(1, 0.5, 0.25, 0, longest=3) == [1, 2, 3, 3]
+    assert interval(16, 0.25, 7, 3) == 4  # a number of steps counts where there is one
+
+    def rate(step: int) -> float:  # a warm-up, then a share of .9 a step
+        return 0.25 * (step + 1) if step < 4 else 0.9 ** (step - 3)
+
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=1.0)
+    config = ZeroOneAdam.Config(freeze_step=4, max_interval=8)
+    method = ZeroOneAdam(config)
+    method.prepare(torch.nn.ParameterList([weight]), optimizer, co2.Mesh.world())
+    steps = []
+    for step in range(60):
+        optimizer.param_groups[0]["lr"] = rate(step)
+        weight.grad = torch.randn(3)
+        due = method.next_sync
+        method.step()
+        if due == step:
+            steps.append(step)
+    method.flush()
+    assert steps == [t for t in exchanges(4, None, 8, rate) if t < 60]
+    assert steps[:6] == [0, 1, 2, 3, 4, 5] and steps[-1] - steps[-2] == 8
+
+
+def test_known_schedules() -> None:
+    assert refreshes(20, 2) == [0, 1, 2, 4, 6, 10, 14]
+    assert refreshes(9, 1) == [0, 1, 3, 7]
+    assert [t for t in exchanges(9, 1, 4) if t < 24] == [*range(10), 10, 12, 16, 20]
+    assert [t for t in exchanges(4, 2, 4) if t < 24] == [0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 20]
+
+
+@replicas()
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ADAM)
+def test_what_has_no_gradient_until_the_freeze_stays(rank: int, world: int, name: str) -> None:
+    """Its v is 0: a sign divided by epsilon alone would carry it away. One weight never has a
+    gradient; the rows of another are seen one by one, after the freeze also one that was not
+    before."""
+    generator = torch.Generator().manual_seed(rank)
+    weights = [torch.nn.Parameter(torch.ones(size)) for size in ((5,), (3,), (4, 2))]
+    optimizer = torch.optim.AdamW(weights, lr=0.1, weight_decay=0.0)
+    method = co2.METHODS[name](co2.METHODS[name].Config(**SETTINGS[name]))
+    method.prepare(torch.nn.ParameterList(weights), optimizer, co2.Mesh.world())
+    assert isinstance(method, OneBitAdam | ZeroOneAdam)
+    notices: list[str] = []
+    for step in range(STEPS):
+        weights[0].grad = torch.randn(5, generator=generator)
+        weights[0].grad[4] *= 1e-6  # seen, but as good as unseen beside the others
+        weights[2].grad = torch.zeros(4, 2)
+        row = step % 2 if step < 4 else step % 3
+        weights[2].grad[row] = torch.randn(2, generator=generator)
+        method.step()
+        notices += method.notices()
+    assert torch.equal(weights[1], torch.ones(3))
+    assert torch.equal(weights[2][2:], torch.ones(2, 2))
+    assert not weights[0].eq(1).any() and not weights[2][:2].eq(1).any()
+    for weight in weights:
+        assert weight.sub(1).abs().max() < 3  # no step is much longer than Adam's
+    [notice] = notices
+    assert notice.startswith("variance frozen") and "7 of 16 elements have no gradient" in notice
+    still = method.v == 0
+    assert still.sum() == 3 + 4
+    assert not method.exchange.worker_error[still].any()
+    own = method.exchange._own
+    assert not method.exchange.server_error[still[own]].any()
+    if name == "onebit_adam":
+        assert not method.m[still].any()
+
+
+@replicas(2)
+def test_a_learning_rate_of_0_leaves_replicas_alike(rank: int, world: int) -> None:
+    """A learning rate of 0 in some steps, as of a warm-up that begins there."""
+    session = Session(rank, "zero_one_adam", {**SETTINGS["zero_one_adam"], "kappa": 1})
+    method = session.method
+    assert isinstance(method, ZeroOneAdam)
+    rates = problem.set_lr
+
+    def paused(optimizer: torch.optim.Optimizer, step: int) -> None:
+        rates(optimizer, step)
+        for group in optimizer.param_groups[:2]:
+            group["lr"] *= step not in (0, 2, 6)
+
+    with patch.object(problem, "set_lr", paused):
+        for step in range(STEPS):
+            session.step()
+            if method.next_sync == step + method.interval:
+                for vector in (method.m, method.flat.copy()):
+                    assert vector.isfinite().all()
+                    assert_same(everybody(vector), [vector] * world)

@@ -1,13 +1,16 @@
-"""What methods have in common: special cases in which one is another."""
+"""What methods have in common: special cases in which one is another; and averaged moments on the
+back of an envelope."""
 
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import AdamW
 
 import co2
 from co2.methods import METHODS
+from co2.methods.shared.moments import Moment
 from tests.methods import problem
 from tests.methods.driver import (
     MOMENTS,
@@ -44,6 +47,8 @@ NESTEROV = {"outer_lr": 1.0, "outer_momentum": 0.6}
 ALL_WAIT = {"blocking_share": 1.0}
 EVERY_ROUND = {"first_moment_every": TAU, "second_moment_every": TAU}
 NEVER = {"first_moment_every": 99, "second_moment_every": 99}
+OUTER = {"outer_lr": 0.7, "outer_momentum": 0.6}
+ONE_FRAGMENT = {"fragments": 1, "delay": 0, "mixing": 0.0}
 OF_ADAM = {"slow_beta": 0.9, "slow_weight": 1.0}
 
 SAME: list[tuple[str, Case, Case]] = [
@@ -51,6 +56,7 @@ SAME: list[tuple[str, Case, Case]] = [
     ("adamw", case("co2_keep", "co2_keep", **ALL_WAIT), case("co2_keep", "co2_keep", delay=0)),
     ("adamw", case("co2_keep", keep_local=0.6, delay=TAU), case("co2_keep", keep_local=0.6)),
     ("adamw", case("desloc", **NEVER), LOCAL_SGD),
+    ("sgd adamw", case("streaming_diloco", **ONE_FRAGMENT, **OUTER), case("diloco", **OUTER)),
     # Both are Local Adam; DiLoCo where its outer step is the mean.
     ("adamw", case("desloc", **EVERY_ROUND), case("diloco", **PLAIN, average_moments=True)),
     # With Adam's own beta, momentum alone.
@@ -151,52 +157,6 @@ def test_local_sgd_of_one_step_is_not_allreduce_for_adam(rank: int, world: int) 
         assert_alike(ddp, trajectory(rank, world, "local_sgd", {"tau": 1}, "adamw"))
 
 
-@replicas(3)
-def test_a_pull_of_nearly_1_to_the_replicas_own_mean_is_nearly_local_sgds(
-    rank: int, world: int
-) -> None:
-    own = {"tau": TAU, **ALL_WAIT, "pull": 0.99, "outer_momentum": 0.0}
-    waited = trajectory(rank, world, "overlap_local_sgd", own, "adamw")
-    local = trajectory(rank, world, *LOCAL_SGD, "adamw")
-    torch.testing.assert_close(waited, local, rtol=0.05, atol=0.05)
-
-
-def test_a_late_round_that_waits_for_nothing_is_plain() -> None:
-    """Without a known end of training there is no first share."""
-    plain, shared = (
-        Session(0, *kind).train(3 * TAU).snapshot()
-        for kind in (case("co2", "co2"), case("co2", "co2", blocking_share=0.5))
-    )
-    assert_same(shared, plain)
-
-
-def momenta(rank: int, world: int, late: bool) -> list[Tensor]:
-    """u at the ends of rounds under gradients that do not depend on the weights."""
-    weight = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
-    optimizer = torch.optim.AdamW([weight], lr=0.1)
-    fields = {"tau": TAU, "slow_beta": 0.8, "first_moment_every": 4 * TAU, "late_momentum": late}
-    method = co2.MTDAO(co2.MTDAO.Config(**fields))
-    method.prepare(torch.nn.ParameterList([weight]), optimizer, co2.Mesh.world())
-    found = []
-    for step in range(9 * TAU):
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        weight.grad = torch.randn(5, generator=generator, dtype=torch.float64)
-        method.step()
-        if (step + 1) % TAU == 0:
-            found.append(optimizer.state[weight]["exp_avg"].clone())
-    method.flush()
-    return found
-
-
-@replicas(3)
-def test_a_late_momentum_is_that_in_time_once_it_has_come(rank: int, world: int) -> None:
-    """The means of rounds 4 and 8 come with rounds 5 and 9: until then, u lacks them."""
-    late, in_time = (momenta(rank, world, is_late) for is_late in (True, False))
-    for number, (now, then) in enumerate(zip(late, in_time, strict=True), start=1):
-        same = torch.allclose(now, then, rtol=1e-12, atol=1e-12)
-        assert same == (number not in (4, 8)), number
-
-
 def drifted(rank: int, world: int, name: str, settings: dict[str, Any]) -> list[Tensor]:
     """Round starts 1, 2, ... under gradients that do not depend on the weights."""
     model, optimizer = problem.build_drift([4, 7])
@@ -215,10 +175,7 @@ def drifted(rank: int, world: int, name: str, settings: dict[str, Any]) -> list[
 DRIFTS: list[tuple[Case, Case]] = [
     (case("co2", **PLAIN, gap_penalty="none"), LOCAL_SGD),
     # At a constant inner rate gamma, SlowMo's alpha gamma m with m = beta m + d/gamma is CO2's.
-    (
-        case("co2", outer_lr=0.8, outer_momentum=0.6, gap_penalty="none"),
-        case("slowmo", outer_lr=0.8, outer_momentum=0.6),
-    ),
+    (case("co2", **OUTER, gap_penalty="none"), case("slowmo", **OUTER)),
 ]
 
 
@@ -237,3 +194,145 @@ def test_kept_progress_that_keeps_none_is_co2_from_the_second_round_on(
     kept = drifted(rank, world, *case("co2_keep", keep_local=0.0, momentum_weight=0.0))
     late = drifted(rank, world, *case("co2", **PLAIN, gap_penalty="none"))
     torch.testing.assert_close(kept[1:], late[1:])
+
+
+# Two replicas, one weight, gradients 1 and 3. With β1 = β2 = ½ the moments after one step are
+# m = ½, 3/2 and v = ½, 9/2; after two of the same gradients ¾, 9/4 and ¾, 27/4. All was typed.
+
+Pair = tuple[float, float]
+
+
+def moments_of(
+    rank: int, name: str, settings: dict[str, Any], gradients: list[float]
+) -> list[Pair]:
+    """m and v of a replica after each step, of one weight."""
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = AdamW([weight], lr=0.1, betas=(0.5, 0.5))
+    method = METHODS[name](METHODS[name].Config(**settings))
+    method.prepare(nn.ParameterList([weight]), optimizer, co2.Mesh.world())
+    history = []
+    for gradient in gradients:
+        weight.grad = torch.full_like(weight, gradient)
+        method.step()
+        state = optimizer.state[weight]
+        history.append((state["exp_avg"].item(), state["exp_avg_sq"].item()))
+    method.flush()
+    return history
+
+
+BY_HAND: list[tuple[str, dict[str, Any], list[list[Pair]]]] = [
+    # after step 2 the mean of m = ¾, 9/4; after step 3 the mean of v = ⅞, 63/8
+    (
+        "desloc",
+        {"tau": 5, "first_moment_every": 2, "second_moment_every": 3},
+        [[(0.5, 0.5), (1.5, 0.75), (1.25, 4.375)], [(1.5, 4.5), (1.5, 6.75), (2.25, 4.375)]],
+    ),
+    # u is sent after step 2, and its mean 3/2 arrives after step 4: a quarter of what it adds
+    (
+        "mt_dao",
+        {
+            **{"tau": 2, "slow_beta": 0.5, "first_moment_every": 2, "second_moment_every": 9},
+            "late_momentum": True,
+        },
+        [
+            [(0.5, 0.5), (0.75, 0.75), (0.875, 0.875), (0.9375 + 0.1875, 0.9375)],
+            [(1.5, 4.5), (2.25, 6.75), (2.625, 7.875), (2.8125 - 0.1875, 8.4375)],
+        ],
+    ),
+    (
+        "diloco",
+        {"tau": 2, "average_moments": True},
+        [[(0.5, 0.5), (1.5, 3.75)], [(1.5, 4.5), (1.5, 3.75)]],
+    ),
+    # sent after step 2, the means 3/2 and 15/4 arrive after step 3: the half of what they add
+    (
+        "co2_keep",
+        {"tau": 2, "delay": 1, "average_moments": True},
+        [
+            [(0.5, 0.5), (0.75, 0.75), (0.875 + 0.375, 0.875 + 1.5)],
+            [(1.5, 4.5), (2.25, 6.75), (2.625 - 0.375, 7.875 - 1.5)],
+        ],
+    ),
+    # after step 4 a quarter of it: m = 15/16, 45/16 and v = 15/16, 135/16 without any mean
+    (
+        "co2",
+        {"tau": 2, "average_moments": True},
+        [
+            [(0.5, 0.5), (0.75, 0.75), (0.875, 0.875), (0.9375 + 0.1875, 0.9375 + 0.75)],
+            [(1.5, 4.5), (2.25, 6.75), (2.625, 7.875), (2.8125 - 0.1875, 8.4375 - 0.75)],
+        ],
+    ),
+]
+
+
+@replicas(2)
+@pytest.mark.parametrize(("name", "settings", "expected"), BY_HAND)
+def test_moments_by_hand(
+    rank: int, name: str, settings: dict[str, Any], expected: list[list[Pair]]
+) -> None:
+    found = moments_of(rank, name, settings, [1.0 + 2.0 * rank] * len(expected[0]))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected[rank]), rtol=0, atol=1e-6)
+
+
+SEEN_BY_ONE: list[tuple[str, dict[str, Any], list[list[Pair]]]] = [
+    # Until replica 1 has a v it takes in no m; both come in step 3: v is the mean of ⅞ and 0, m
+    # that of 21/32 and 0, because replica 0 goes on from a half of its m twice.
+    (
+        "desloc",
+        {"tau": 9, "first_moment_every": 1, "second_moment_every": 3},
+        [
+            [(0.25, 0.5), (0.3125, 0.75), (0.328125, 0.4375)],
+            [(0.0, 0.0), (0.0, 0.0), (0.328125, 0.4375)],
+        ],
+    ),
+    # Each step brings the mean of the step before. Replica 1 takes in none while its v is 0, as it
+    # still is when that of step 2 comes; v is averaged after it. Replica 0's u are ½, then
+    # ¾ − ½ (½ − ¼), then 13/16 − ½ (5/8 − 5/16).
+    (
+        "mt_dao",
+        {
+            **{"tau": 1, "slow_beta": 0.5, "first_moment_every": 1, "second_moment_every": 3},
+            "late_momentum": True,
+        },
+        [
+            [(0.5, 0.5), (0.625, 0.75), (0.65625, 0.4375)],
+            [(0.0, 0.0), (0.0, 0.0), (0.0, 0.4375)],
+        ],
+    ),
+]
+
+
+@replicas(2)
+@pytest.mark.parametrize(("name", "settings", "expected"), SEEN_BY_ONE)
+def test_a_mean_is_not_divided_by_nothing(
+    rank: int, name: str, settings: dict[str, Any], expected: list[list[Pair]]
+) -> None:
+    """Of a weight that only replica 0 has gradients for."""
+    assert moments_of(rank, name, settings, [1.0 - rank] * 3) == expected[rank]
+
+
+@replicas(2)
+@pytest.mark.parametrize("name", MOMENTS)
+def test_v_stays_positive_and_three_times_the_bytes_are_sent(rank: int, name: str) -> None:
+    sent = []
+    for settings in (MOMENTS[name], SETTINGS[name]):
+        session = Session(rank, name, settings, "adamw", dtype=torch.float32)
+        for _ in range(60):
+            session.step()
+            v = Moment(session.method.flat, session.optimizer, 1)  # type: ignore[attr-defined]
+            assert min(chunk.read().min().item() for chunk in v.open()) >= 0
+        session.method.flush()
+        sent.append(session.method.stats().bytes_sent)
+    assert sent[0] == 3 * sent[1] > 0
+
+
+def test_a_parameter_without_gradient_has_no_moment() -> None:
+    """Its moment counts as 0, and nothing is made for it."""
+    weights = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizer = AdamW(weights, lr=0.1)
+    method = METHODS["desloc"](METHODS["desloc"].Config(1, 1, 1))
+    method.prepare(nn.ParameterList(weights), optimizer, co2.Mesh.world())
+    for _ in range(2):
+        weights[1].grad = torch.ones(3)
+        method.step()
+    assert not optimizer.state[weights[0]] and optimizer.state[weights[1]]["step"] == 2

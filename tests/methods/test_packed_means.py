@@ -1,7 +1,11 @@
 """Packed means: with error feedback, of signs and small integers (compressed_mean.py), and of the
 few largest elements (sparse_mean.py), on which SparseLoCo rests. Closed forms, what is kept, how it
-is packed, and what it puts on the wire."""
+is packed, and what it puts on the wire; and Triton's kernels for them, which make the same bits in
+its interpreter, and few launches."""
 
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import co2
+from benchmarks.launches import ROUNDS, gpt2, of_gpt2
 from co2.comm import codec, sparse_mean
 from co2.comm.background_mean import BackgroundMean
 from co2.comm.codec import BITS, Codec, Scales
@@ -21,11 +26,13 @@ from co2.comm.compressed_mean import CompressedMean
 from co2.comm.sparse_mean import SparseMean, largest
 from tests.grids import grid
 from tests.methods.driver import assert_same
+from tests.methods.interpreted import Case, results
 from tests.reference import REFERENCES
 from tests.reference import sparseloco as reference
 from tests.reference.replica import Replica
 from tests.reference.two_stages import TwoStages
-from tests.workers import Pool, replicas
+from tests.server import ROOT, environment
+from tests.workers import Pool, everybody, replicas
 
 
 def vectors(numel: int, step: int, world: int, dtype: torch.dtype) -> list[Tensor]:
@@ -105,15 +112,6 @@ def test_known_values(kind: str, x: list[float], expected: list[float]) -> None:
     assert compressed(torch.tensor(x), kind).tolist() == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8"])
-def test_rounding_leaves_half_a_step(kind: str) -> None:
-    x = torch.randn(10_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    step = x.abs().max() / (2 ** (BITS[kind] - 1) - 1)
-    found = compressed(x, kind)
-    assert (x - found).abs().max() <= step / 2 * (1 + 1e-12)
-    assert len(found.unique()) > 2 ** (BITS[kind] - 1)  # it uses its levels
-
-
 def compressed_mean(
     sizes: list[int], kind: str, dtype: torch.dtype = torch.float64, masked: bool = False
 ) -> CompressedMean:
@@ -134,20 +132,6 @@ def test_closed_form(rank: int, dtype: torch.dtype) -> None:
     assert mean.worker_error.tolist() == pytest.approx(own, abs=1e-6)
     servers = ([0.366025, 0.633975], [-0.633975, 0.366025])[rank]
     assert mean.server_error.tolist() == pytest.approx(servers, abs=1e-6)
-
-
-@replicas()
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_tensor_has_its_own_scale(world: int) -> None:
-    """Three elements, one and two, in chunks of two; the last element's mask is 0. Each tensor is
-    of one size, so that nothing is lost, and what has no mask is not counted."""
-    mean = compressed_mean([3, 1, 2], "sign", masked=True)
-    vector = torch.tensor([2.0, -2.0, 2.0, 100.0, 0.001, 5.0], dtype=torch.float64)
-    mean.set_mask(torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0], dtype=torch.float64))
-    mean.mean_(vector)
-    assert vector.tolist() == pytest.approx([2, -2, 2, 100, 0.001, 0], rel=1e-12)
-    assert mean.worker_error.abs().max() < 1e-12 and mean.worker_error[5] == 0
-    assert (mean.server_error.abs() < 1e-12).all()
 
 
 def support_at(step: int, numel: int) -> Tensor:
@@ -194,37 +178,38 @@ def test_equals_two_stages_in_one_place(
             torch.testing.assert_close(found, (expected, *errors), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "dtype", grid([torch.float32, torch.float64], lambda one: one == torch.float32)
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_compression_loses_nothing(workers: Pool, kind: str, dtype: torch.dtype) -> None:
-    """At every step error = input - compressed, to the bit, and compressed has no more values than
-    there are codes; over 100 steps what went in is what came out and what the errors hold."""
-    world, sizes, steps = 3, [20, 9], 100
-    numel = sum(sizes)
-    runs = workers.run(compressed_history, world, sizes, kind, steps, dtype, False)
-    went_in = torch.zeros(numel, dtype=torch.float64)
-    came_out = torch.zeros(numel, dtype=torch.float64)
-    before = [torch.zeros(numel, dtype=dtype)] * world
-    for step in range(steps):
+@replicas(3)
+@pytest.mark.parametrize("kind", [*KINDS, "sparse"])
+def test_nothing_is_lost(rank: int, world: int, kind: str) -> None:
+    """Over 100 steps what went in is what came out and what the errors hold."""
+    sizes = [5000, 9] if kind == "sparse" else [20, 9]
+    numel, dtype = sum(sizes), torch.float32
+    packed: Any = (
+        sparse_mean_of(sizes, 0.05, 1.0, dtype)
+        if kind == "sparse"
+        else compressed_mean(sizes, kind, dtype)
+    )
+    went_in, came_out = (torch.zeros(numel, dtype=torch.float64) for _ in range(2))
+    for step in range(100):
         given = vectors(numel, step, world, dtype)
-        for rank in range(world):
-            corrected, error = given[rank] + before[rank], runs[rank][step][1]
-            for part, left in zip(corrected.split(sizes), error.split(sizes), strict=True):
-                assert_same(left, part - compressed(part, kind))
-            before[rank] = error
         went_in += torch.stack(given).double().mean(dim=0)
-        came_out += runs[0][step][0]
-    held = torch.stack(before).double().mean(dim=0)
-    held += torch.cat([run[-1][2] for run in runs])
-    tolerance = 1e-11 if dtype is torch.float64 else 1e-4
-    torch.testing.assert_close(came_out + held, went_in, rtol=0, atol=tolerance)
-    assert held.abs().max() < 0.2 * went_in.abs().max()  # else feedback would not feed back
+        packed.mean_(given[rank])
+        came_out += given[rank]
+    errors = [packed.error] if kind == "sparse" else [packed.worker_error, packed.server_error]
+    of_workers, *of_servers = (everybody(error.double()) for error in errors)
+    held = torch.stack(of_workers).mean(dim=0)
+    for chunks in of_servers:
+        held += torch.cat(chunks)
+    torch.testing.assert_close(came_out + held, went_in, rtol=0, atol=1e-3)
+    assert held.norm() < 0.6 * went_in.norm()  # else feedback would not feed back
 
 
 @replicas(3)
-def test_pieces_change_no_compressed_mean(rank: int, world: int) -> None:
+def test_pieces_change_no_mean(rank: int, world: int) -> None:
+    arguments = (rank, world, [5 * 4096 + 3, 8192], 0.1, torch.float64, 3)
+    whole = sparse_history(*arguments)
+    with patch.object(sparse_mean, "_PIECE", 8192):
+        assert_same(sparse_history(*arguments), whole)
     for kind in KINDS:
         arguments = (rank, world, [70, 31], kind, 3, torch.float64, kind == "sign")
         whole = compressed_history(*arguments)
@@ -285,11 +270,8 @@ def test_the_largest_are_those_of_a_stable_sort(kept: int) -> None:
         taken, found = largest(sizes.clone(), torch.full((50, 1), kept), most)
         assert_same(taken, expected)
         assert_same(found, sizes.sort(dim=1, descending=True).values[:, :most])
-
-
-def test_what_is_no_number_is_among_the_largest() -> None:
-    sizes = torch.tensor([[1.0, torch.nan, 3.0], [torch.inf, 2.0, torch.nan], [torch.nan] * 3])
-    taken, _ = largest(sizes, torch.full((3, 1), 2), 2)
+    odd = torch.tensor([[1.0, torch.nan, 3.0], [torch.inf, 2.0, torch.nan], [torch.nan] * 3])
+    taken, _ = largest(odd, torch.full((3, 1), 2), 2)
     assert [row.nonzero().flatten().tolist() for row in taken] == [[1, 2], [0, 2], [0, 1]]
 
 
@@ -358,53 +340,6 @@ def test_equals_what_is_written_in_one_place(
         torch.testing.assert_close(runs[0][step][0], expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sparsity_loses_nothing(workers: Pool, dtype: torch.dtype) -> None:
-    """Without decay, what went in is what came out and what the errors hold."""
-    sizes, steps, world = [5000, 9], 100, 2
-    went_in, came_out, held = (torch.zeros(2, 5009, dtype=torch.float64) for _ in range(3))
-    runs = workers.run(undecayed, world, sizes, dtype, steps)
-    for rank, (total, error) in enumerate(runs):
-        came_out[rank], held[rank] = total, error.double()
-    for step in range(steps):
-        went_in += torch.stack(vectors(5009, step, world, dtype)).double()
-    tolerance = 1e-10 if dtype is torch.float64 else 1e-3
-    total = came_out[0] + held.mean(dim=0)
-    torch.testing.assert_close(total, went_in.mean(dim=0), rtol=0, atol=tolerance)
-    assert_same(came_out[0], came_out[1])
-    assert held.norm() < 0.6 * went_in.norm()  # else feedback would not feed back
-
-
-def undecayed(
-    rank: int, world: int, sizes: list[int], dtype: torch.dtype, steps: int
-) -> tuple[Tensor, Tensor]:
-    mean, total = (
-        sparse_mean_of(sizes, 0.05, 1.0, dtype),
-        torch.zeros(sum(sizes), dtype=torch.float64),
-    )
-    for step in range(steps):
-        vector = vectors(sum(sizes), step, world, dtype)[rank]
-        mean.mean_(vector)
-        total += vector
-    return total, mean.error
-
-
-@replicas(2)
-def test_pieces_change_no_sparse_mean(rank: int, world: int) -> None:
-    arguments = (rank, world, [5 * 4096 + 3, 8192], 0.1, torch.float64, 3)
-    whole = sparse_history(*arguments)
-    with patch.object(sparse_mean, "_PIECE", 8192):
-        assert_same(sparse_history(*arguments), whole)
-
-
-def test_what_is_no_number_shows() -> None:
-    mean = sparse_mean_of([100], 0.02, 0.9, torch.float32)
-    vector = torch.zeros(100)
-    vector[40] = torch.nan
-    mean.mean_(vector)
-    assert not vector[40].isfinite()
-
-
 @replicas()
 @pytest.mark.parametrize("density", grid([0.01, 0.02, 0.03], (0.02).__eq__))
 @pytest.mark.parametrize("sizes", [[1_000_000], [64 * 192, 192, 64 * 64, 64] * 20], ids=["1", "80"])
@@ -439,39 +374,29 @@ CLOSED: dict[float, list[list[float]]] = {
 """β → the two elements of a weight after each round, of which one is sent. They move by 4 and 1."""
 
 
-def one_weight() -> tuple[nn.Module, SGD]:
-    weight = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    return nn.ParameterList([weight]), SGD([weight], lr=1.0)
-
-
 def pull(model: nn.Module, step: int = 0) -> None:
     for weight in model.parameters():
         weight.grad = torch.tensor([2.0, 0.5], dtype=weight.dtype)
 
 
-def settings_of(decay: float) -> dict[str, Any]:
-    return {"tau": 2, "density": 0.5, "outer_lr": 1.0, "error_decay": decay}
-
-
 @pytest.mark.parametrize("decay", CLOSED)
 def test_an_element_moves_once_its_error_has_grown(decay: float) -> None:
-    model, optimizer = one_weight()
-    method = co2.SparseLoCo(co2.SparseLoCo.Config(**settings_of(decay)))
+    """In the method, and in its reference."""
+    settings = {"tau": 2, "density": 0.5, "outer_lr": 1.0, "error_decay": decay}
+    weight, other = (nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2))
+    model, optimizer = nn.ParameterList([weight]), SGD([weight], lr=1.0)
+    method = co2.SparseLoCo(co2.SparseLoCo.Config(**settings))
     method.prepare(model, optimizer, co2.Mesh.world())
+    replica = Replica(
+        nn.ParameterList([other]), SGD([other], lr=1.0), pull, lambda optimizer, step: None
+    )
+    rounds = REFERENCES["sparseloco"]([replica], **settings)
     for expected in CLOSED[decay]:
         for _ in range(2):
             pull(model)
             method.step()
-        assert next(model.parameters()).tolist() == expected
-
-
-@pytest.mark.parametrize("decay", CLOSED)
-def test_it_does_so_in_the_reference(decay: float) -> None:
-    replica = Replica(*one_weight(), pull, lambda optimizer, step: None)
-    rounds = REFERENCES["sparseloco"]([replica], **settings_of(decay))
-    for expected in CLOSED[decay]:
         next(rounds)
-        assert replica.weights().tolist() == expected
+        assert weight.tolist() == replica.weights().tolist() == expected
 
 
 @replicas(2)
@@ -496,3 +421,89 @@ def test_when_all_is_sent_it_is_local_sgd(rank: int) -> None:
         found.append(history)
     assert_same(*found)
     assert len(found[0][-1].unique()) > 4
+
+
+# Kernels.
+
+KERNELS = {
+    "signs": Case("sign", [5, 1, 64, 1500]),
+    "masked signs": Case("sign", [7, 500, 1, 493], masked=True),
+    "signs in rows": Case("sign", [10, 1, 2, 13, 13, 9], rows=4),
+    "signs in fp64": Case("sign", [3, 40], dtype=torch.float64),
+    "int4": Case("int4", [5, 1, 64, 1500]),
+    "int4 in rows": Case("int4", [10, 3, 13, 13, 9], rows=4),
+    "int8": Case("int8", [700, 1, 1500]),
+    "int8 in fp64": Case("int8", [3, 40], dtype=torch.float64),
+    "one element": Case("int8", [1]),
+    "sparse": Case("sparse", [4096 + 300, 1, 77]),
+    "sparse, small tensors": Case("sparse", [7, 500, 1, 493], density=0.1),
+    "all of it": Case("sparse", [300, 9], density=1.0),
+    "sparse in fp64": Case("sparse", [400, 1], dtype=torch.float64),
+    "what is no number": Case("sparse", [500], poisoned=True),
+}
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, list[Tensor]]:
+    """Results of all cases. One process makes them, because it takes seconds to start."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.methods.interpreted"]
+    cases, env = pickle.dumps([*KERNELS.values()]), environment(TRITON_INTERPRET="1")
+    run = subprocess.run(
+        command, input=cases, stdout=subprocess.PIPE, cwd=ROOT, env=env, check=True, timeout=600
+    )
+    return dict(zip(KERNELS, pickle.loads(run.stdout), strict=True))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_same_bits(interpreted: dict[str, list[Tensor]], name: str) -> None:
+    assert_same(interpreted[name], results(KERNELS[name]))
+
+
+@pytest.mark.parametrize("name", [name for name in ROUNDS if name != "demo"])  # some a tensor
+def test_a_round_of_gpt2_takes_under_60_launches(name: str) -> None:
+    """Where moments arrive late they are an exchange of their own, beside that of the weights."""
+    exchanges = 2 if name == "co2, moments" else 1
+    assert 0 < len(of_gpt2(name).log) < 60 * exchanges
+    sizes = [param.numel() for param in gpt2().parameters()]
+    assert (len(sizes), sum(sizes)) == (148, 124_439_808)
+
+
+PACK = {"STEPS": 8, "BYTES": 128}
+COMPILED: dict[str, tuple[dict[str, str], dict[str, int]]] = {
+    "_encode": ({"out": "*u8"}, {"MASKED": True, "BITS": 1, **PACK}),
+    "_decode": ({"packed": "*u8"}, {"MASKED": True, "BITS": 1, **PACK}),
+    "_add": ({"packed": "*u8"}, {"BITS": 4, **PACK}),
+    "_choose": ({"kept": "*i64", "numbers": "*i64"}, {"COLUMNS": 4096, "NUMBER_BITS": 31}),
+    "_spread": (
+        {"lower": "*u8", "upper": "*u8", "magnitudes": "*fp32", "kept": "*i64"},
+        {"SIGN": -1, "SLOTS": 128},
+    ),
+}
+"""The types of a kernel's pointers, but for those of `POINTERS`, and its constants."""
+INTEGERS = dict.fromkeys(("starts", "widths", "firsts"), "*i64")
+FLOATS = dict.fromkeys(("x", "scales", "out", "error", "magnitudes"), "*fp32")
+POINTERS = {**INTEGERS, **FLOATS, "mask": "*i1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_for_gpus(name: str) -> None:
+    """Without one; and no product and sum are rounded together, which would be other bits."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from co2.comm import kernels
+
+    kernel = getattr(kernels, name)
+    own, constants = COMPILED[name]
+    types = {**POINTERS, **own, **dict.fromkeys(constants, "constexpr")}
+    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants),
+        target=GPUTarget("cuda", 90, 32),
+        options={"enable_fp_fusion": False},
+    )
+    assert compiled.asm["cubin"]
+    assert "fma." not in compiled.asm["ptx"]

@@ -47,7 +47,7 @@ from recipes.tuning.tuning import TUNING_SEED, TunedRecipe
 from tests.cli.harness import TOY, assert_same_run, cli
 from tests.recipes.test_laboratory import write_run
 from tests.recipes.trained import trained
-from tests.reference.zero_one_adam import exchanges, refreshes
+from tests.reference.signs import exchanges, refreshes
 
 FIRST = time_to_loss.FIRST.name
 
@@ -406,7 +406,7 @@ def test_a_training_by_hand() -> None:
 def test_a_published_training_is_the_union_of_its_steps(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.reference.zero_one_adam.HORIZON", 30_000)
+    monkeypatch.setattr("tests.reference.signs.HORIZON", 30_000)
     training = TRAININGS[name]
     short = Training(20_000, training.freeze_step, 9_000, training.lr, "")
     due_v = refreshes(short.warmup, KAPPA)

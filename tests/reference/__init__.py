@@ -1,50 +1,40 @@
 """Single-process simulations of every method, written from the papers' formulas alone."""
 
 from tests.reference import (
-    acco,
-    allreduce,
+    adam,
+    blocking,
+    chance,
     co2,
-    co2_keep,
-    co2_released,
-    cocod_sgd,
-    demo,
-    desloc,
-    diloco,
-    eager_diloco,
-    local_sgd,
-    mt_dao,
-    noloco,
-    onebit_adam,
-    overlap_local_sgd,
-    slowmo,
+    gradients,
+    overlapped,
+    signs,
     sparseloco,
-    sparta,
     streaming_diloco,
-    zero_one_adam,
 )
 
 REFERENCES = {
-    "allreduce": allreduce.rounds,
-    "local_sgd": local_sgd.rounds,
-    "slowmo": slowmo.rounds,
-    "diloco": diloco.rounds,
-    "overlap_local_sgd": overlap_local_sgd.rounds,
-    "cocod_sgd": cocod_sgd.rounds,
+    "allreduce": gradients.allreduce,
+    "local_sgd": blocking.local_sgd,
+    "slowmo": blocking.slowmo,
+    "diloco": blocking.diloco,
+    "overlap_local_sgd": overlapped.overlap_local_sgd,
+    "cocod_sgd": overlapped.cocod_sgd,
     "streaming_diloco": streaming_diloco.rounds,
-    "eager_diloco": eager_diloco.rounds,
+    "eager_diloco": overlapped.eager_diloco,
     "sparseloco": sparseloco.rounds,
-    "noloco": noloco.rounds,
-    "co2": co2.rounds,
-    "co2_keep": co2_keep.rounds,
-    "co2_released": co2_released.rounds,
-    "acco": acco.rounds,
-    "sparta": sparta.rounds,
-    "desloc": desloc.rounds,
-    "mt_dao": mt_dao.rounds,
-    "demo": demo.rounds,
-    "onebit_adam": onebit_adam.rounds,
-    "zero_one_adam": zero_one_adam.rounds,
+    "noloco": chance.noloco,
+    "co2": co2.co2,
+    "co2_keep": co2.co2_keep,
+    "co2_released": blocking.co2_released,
+    "acco": gradients.acco,
+    "sparta": chance.sparta,
+    "desloc": adam.desloc,
+    "mt_dao": adam.mt_dao,
+    "demo": gradients.demo,
+    "onebit_adam": signs.onebit_adam,
+    "zero_one_adam": signs.zero_one_adam,
 }
-"""Name to `rounds(replicas, **settings)`: an endless iterator, one item a round, that trains the
-replicas in place. After item t they hold what they start round t + 1 from, and the item is what
-consensus shows then, as one vector; None for the mean of what they hold, as amid a round."""
+"""Name to a generator of `(replicas, **settings)`: an endless iterator, one item a round, that
+trains the replicas in place. After item t they hold what they start round t + 1 from, and the item
+is what consensus shows then, as one vector; None for the mean of what they hold, as amid a round.
+"""

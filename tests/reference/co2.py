@@ -1,18 +1,11 @@
-"""CO2 (2401.16265): SlowMo's outer step, one round late, its staleness damped.
-
-End of round t: d_{t-1} arrives (none at t = 0, where m stays 0), the mean of x_{t,0} - x^i_{t,tau}
-is started, m_t = clip(beta m_{t-1} + d_{t-1} / Lambda_t, phi), x_{t+1,0} = x_{t,0} - alpha m_t.
-Consensus then shows the mean of the ends, x_{t,0} - d_t. Early rounds wait: m_t takes in d_t with
-Lambda_t = 1, and consensus shows x_{t+1,0}. Where nothing arrives, x and m stay.
-"""
+"""CO2, and kept progress."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from tests.reference.moments import correct, moments
-from tests.reference.replica import Replica, mean
+from tests.reference.replica import Replica, State, correct, mean, moments
 
 
 class Gap:
@@ -46,7 +39,7 @@ def clipped(m: Tensor, clip: float | None, clip_mode: str) -> Tensor:
     return m * (clip / m.norm()) if m.norm() > clip else m
 
 
-def rounds(
+def co2(
     replicas: list[Replica],
     tau: int,
     outer_lr: float,
@@ -57,6 +50,14 @@ def rounds(
     average_moments: bool = False,
     blocking_share: float = 0.0,
 ) -> Iterator[Tensor]:
+    """CO2 (2401.16265): SlowMo's outer step, one round late, its staleness damped.
+
+    End of round t: d_{t-1} arrives (none at t = 0, where m stays 0), the mean of x_{t,0} -
+    x^i_{t,tau} is started, m_t = clip(beta m_{t-1} + d_{t-1} / Lambda_t, phi), x_{t+1,0} = x_{t,0}
+    - alpha m_t. Consensus then shows the mean of the ends, x_{t,0} - d_t. Early rounds wait: m_t
+    takes in d_t with Lambda_t = 1, and consensus shows x_{t+1,0}. Where nothing arrives, x and m
+    stay.
+    """
     gap = Gap(gap_penalty)
     constant = {"none": 1.0}.get(gap_penalty, gap_penalty)
     x = previous_x = replicas[0].weights()
@@ -91,3 +92,59 @@ def rounds(
                 correct(replicas, moments_in_flight, 0)
                 moments_in_flight = None
         yield trained
+
+
+def co2_keep(
+    replicas: list[Replica],
+    tau: int,
+    outer_momentum: float,
+    momentum_weight: float,
+    keep_local: float = 0.5,
+    delay: int | None = None,
+    average_moments: bool = False,
+    blocking_share: float = 0.0,
+) -> Iterator[Tensor]:
+    """Kept progress (ours): the mean of a round's progress arrives `delay` steps into the next.
+
+    delta_t is the mean of all steps of round t. When it arrives, u = beta u + delta_t and c = c +
+    delta_t + w u, the same on all; replica i goes on from c + kappa q^i, where q^i is the sum of
+    its own steps since round t ended. All steps count as progress, whatever kappa cut. Right after
+    round t consensus shows c + delta_t, which is still under way unless the delay is 0, as it is in
+    early rounds.
+    """
+    delay = tau if delay is None else delay
+    center = replicas[0].weights()
+    u = torch.zeros_like(center)
+
+    def train(steps: int) -> list[Tensor]:
+        starts = [replica.weights() for replica in replicas]
+        for replica in replicas:
+            replica.train(steps)
+        return [replica.weights() - start for replica, start in zip(replicas, starts, strict=True)]
+
+    def arrive(delta: Tensor, since: list[Tensor], since_sent: int) -> None:
+        nonlocal center, u
+        u = outer_momentum * u + delta
+        center = center + delta + momentum_weight * u
+        for replica, own in zip(replicas, since, strict=True):
+            replica.set_weights(center + keep_local * own)
+        if average_moments:
+            correct(replicas, sent, since_sent)
+
+    sent: State = []
+    delta = None
+    while True:
+        if delta is None:
+            progress = train(tau)
+        else:
+            since = train(delay)
+            arrive(delta, since, delay)
+            rest = train(tau - delay)
+            progress = [a + b for a, b in zip(since, rest, strict=True)]
+        delta = mean(progress)
+        if average_moments:
+            sent = moments(replicas)
+        if delay == 0 or replicas[0].is_early(blocking_share):
+            arrive(delta, [torch.zeros_like(center)] * len(replicas), 0)
+            delta = None
+        yield center if delta is None else center + delta

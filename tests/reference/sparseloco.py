@@ -18,7 +18,7 @@ def rounds(
     replicas: list[Replica], tau: int, density: float, outer_lr: float, error_decay: float
 ) -> Iterator[None]:
     start = replicas[0].weights()
-    sizes = [parameter.numel() for parameter in replicas[0].trainable()]
+    sizes = replicas[0].sizes()
     errors = [torch.zeros_like(start) for _ in replicas]
     while True:
         sent = []

@@ -1,5 +1,5 @@
 """The fused layer against the loop over experts, under Triton's interpreter. On a GPU, where
-several programs run at once: tests/gpu/test_experts.py.
+several programs run at once: tests/gpu/test_tasks.py.
 
 The interpreter has to be chosen before Triton is imported, and the tests' own processes have done
 that. So this file is a program, too, that runs with TRITON_INTERPRET=1: it reads pickled cases, and

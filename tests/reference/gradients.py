@@ -1,24 +1,87 @@
-"""DeMo (2411.19870): SGD of signs, of the largest coefficients of each replica's momentum.
-
-delta <- decay delta + gamma g; its cosine transform by blocks; the top_k largest coefficients of a
-block are sent, and leave delta. A coefficient is the mean over those that have sent it. A block is
-a divisor of the rows, at most `block`, times one of the columns. A round is one step.
-"""
+"""Methods that exchange gradients at every step: AllReduce, ACCO and DeMo."""
 
 import math
 from collections.abc import Iterator
+from copy import deepcopy
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from tests.reference.replica import Replica
+from tests.reference.replica import Replica, mean
+
+
+def allreduce(replicas: list[Replica]) -> Iterator[None]:
+    """AllReduce: gradients are averaged at every step. A round is one step."""
+    while True:
+        for replica in replicas:
+            replica.gradients()
+        average = mean(replica.gradient() for replica in replicas)
+        for replica in replicas:
+            replica.set_gradient(average)
+            replica.update()
+        yield
+
+
+def acco(replicas: list[Replica]) -> Iterator[None]:
+    """ACCO (2406.02613): an update learns from a half-batch at an estimate and one at the weights.
+
+    g~ is taken at x~ while the mean for x travels, g at x while the mean of g~ travels. Then x~ =
+    Opt(x, mean g~), whose step of Opt is undone, and x = Opt(x, mean of (g~ + g)/2). A round is a
+    half.
+    """
+    x = replicas[0].weights()
+    first = half_batch(replicas)
+    yield
+    while True:
+        second = half_batch(replicas, x)
+        states = [deepcopy(replica.optimizer.state_dict()) for replica in replicas]
+        optimize(replicas, x, mean(first))  # the estimate
+        for replica, state in zip(replicas, states, strict=True):
+            replica.optimizer.load_state_dict(with_rates_of(replica, state))
+        yield
+        both = mean((a + b) / 2 for a, b in zip(first, second, strict=True))
+        first = half_batch(replicas)
+        optimize(replicas, x, both)
+        x = replicas[0].weights()
+        yield
+
+
+def half_batch(replicas: list[Replica], at: Tensor | None = None) -> list[Tensor]:
+    """Each replica's gradient, taken where it is, which is `at` if that is given."""
+    found = []
+    for replica in replicas:
+        assert at is None or torch.equal(replica.weights(), at)
+        replica.gradients()
+        replica.steps_done += 1
+        found.append(replica.gradient())
+    return found
+
+
+def optimize(replicas: list[Replica], start: Tensor, gradient: Tensor) -> None:
+    """A step of the inner optimizer from `start` with this gradient, on all replicas."""
+    for replica in replicas:
+        replica.set_weights(start)
+        replica.set_gradient(gradient)
+        replica.optimizer.step()
+
+
+def with_rates_of(replica: Replica, state: dict) -> dict:
+    """The state of before: no step changes the groups, but the rates are those of now."""
+    return {**state, "param_groups": replica.optimizer.state_dict()["param_groups"]}
+
 
 Sent = dict[tuple[int, ...], float]
 """Tensor, row and column of the block, row and column of the frequency → coefficient."""
 
 
-def rounds(replicas: list[Replica], decay: float, top_k: int, block: int) -> Iterator[None]:
+def demo(replicas: list[Replica], decay: float, top_k: int, block: int) -> Iterator[None]:
+    """DeMo (2411.19870): SGD of signs, of the largest coefficients of each replica's momentum.
+
+    delta <- decay delta + gamma g; its cosine transform by blocks; the top_k largest coefficients
+    of a block are sent, and leave delta. A coefficient is the mean over those that have sent it. A
+    block is a divisor of the rows, at most `block`, times one of the columns. A round is one step.
+    """
     deltas = [[torch.zeros(as_matrix(w).shape) for w in r.trainable()] for r in replicas]
     while True:
         messages = []
@@ -32,13 +95,13 @@ def rounds(replicas: list[Replica], decay: float, top_k: int, block: int) -> Ite
                 sent |= {(number, *at): c for at, c in largest(matrices[number], top_k, block)}
                 matrices[number] -= spread(sent, number, matrices[number], block)
             messages.append(sent)
-        mean: Sent = {}
+        means: Sent = {}
         for at in {at for sent in messages for at in sent}:
             found = [sent[at] for sent in messages if at in sent]
-            mean[at] = sum(found) / len(found)
+            means[at] = sum(found) / len(found)
         for replica in replicas:
             for number, weight in enumerate(replica.trainable()):
-                update = spread(mean, number, as_matrix(weight.detach()), block).sign()
+                update = spread(means, number, as_matrix(weight.detach()), block).sign()
                 weight.grad = update.view_as(weight).to(weight)
             replica.update()
         yield

@@ -1,18 +1,62 @@
-"""0/1 Adam (2202.06009). A round is one step.
-
-Local m, x and u; v is refreshed with averaged gradients at the steps of T_v, and m takes these in;
-the 1-bit mean of u is taken at the other steps of T_u (to compress the update, in units of
-sqrt(v) + eps). Both sets are worked out beforehand. Where v is 0, or for compressed momentum small
-beside its tensor's median, a mean is 0. Where v is 0, weights only decay.
-"""
+"""1-bit Adam and 0/1 Adam. A round is one step."""
 
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
-from tests.reference.onebit_adam import flat_gradient, not_small, sizes
+from tests.reference.gradients import allreduce
 from tests.reference.replica import Replica, mean
 from tests.reference.two_stages import TwoStages
+
+
+def onebit_adam(
+    replicas: list[Replica],
+    freeze_step: int,
+    compress: str = "momentum",
+    mask_below: float = 0.01,
+) -> Iterator[None]:
+    """1-bit Adam (2102.02888). A round is one step.
+
+    Until the freeze it is AllReduce under the real AdamW, whose moments are then taken over. After
+    it v stands still, and x <- x - gamma m_hat / (sqrt(v_hat) + eps) with the 1-bit mean of the
+    momenta, or, to compress the update, that of the momenta in units of sqrt(v) + eps. The mean is
+    0 where v is, and for momenta also where v is small beside its tensor's median.
+    """
+    averaged = allreduce(replicas)
+    for _ in range(freeze_step):
+        yield next(averaged)
+    settings = replicas[0].optimizer.param_groups[0]
+    (beta1, beta2), eps = settings["betas"], settings["eps"]
+    raw_v = replicas[0].moment("exp_avg_sq")
+    v = raw_v / (1 - beta2**freeze_step)
+    alive, unit = raw_v != 0, raw_v.sqrt() + eps
+    if compress == "momentum":
+        alive, unit = not_small(raw_v, replicas[0].sizes(), mask_below), torch.ones_like(v)
+    m = replicas[0].moment("exp_avg")
+    exchange = TwoStages(len(replicas), m, replicas[0].sizes())
+    while True:
+        for replica in replicas:
+            replica.gradients()
+        local = [beta1 * m + (1 - beta1) * r.gradient() for r in replicas]
+        m = unit * exchange.mean([own / unit for own in local], alive)
+        for replica in replicas:
+            replica.steps_done += 1
+            gamma, m_hat = replica.lr_by_element(), m / (1 - beta1**replica.steps_done)
+            decayed = (1 - gamma * settings["weight_decay"]) * replica.weights()
+            replica.set_weights(decayed - gamma * m_hat / (v.sqrt() + eps))
+        yield
+
+
+def not_small(v: Tensor, sizes: list[int], mask_below: float) -> Tensor:
+    """Where v is above 0 and at least this share of the median of its tensor's v above 0."""
+    alive = []
+    for part in v.split(sizes):
+        seen = sorted(part[part > 0].tolist())
+        median = seen[(len(seen) - 1) // 2] if seen else 0.0
+        alive.append((part > 0) & (part >= mask_below * median))
+    return torch.cat(alive)
+
 
 HORIZON = 1000
 
@@ -48,7 +92,7 @@ def exchanges(
     return steps
 
 
-def rounds(
+def zero_one_adam(
     replicas: list[Replica],
     freeze_step: int,
     kappa: int,
@@ -57,6 +101,13 @@ def rounds(
     compress: str = "momentum",
     mask_below: float = 0.01,
 ) -> Iterator[None]:
+    """0/1 Adam (2202.06009). A round is one step.
+
+    Local m, x and u; v is refreshed with averaged gradients at the steps of T_v, and m takes these
+    in; the 1-bit mean of u is taken at the other steps of T_u (to compress the update, in units of
+    sqrt(v) + eps). Both sets are worked out beforehand. Where v is 0, or for compressed momentum
+    small beside its tensor's median, a mean is 0. Where v is 0, weights only decay.
+    """
     settings = replicas[0].optimizer.param_groups[0]
     (beta1, beta2), eps = settings["betas"], settings["eps"]
     due_v, due_u = (
@@ -68,12 +119,12 @@ def rounds(
     m = [torch.zeros_like(start) for _ in replicas]
     u = [torch.zeros_like(start) for _ in replicas]
     lr_sum = torch.zeros_like(start)
-    exchange = TwoStages(len(replicas), start, sizes(replicas[0]))
+    exchange = TwoStages(len(replicas), start, replicas[0].sizes())
     while True:
         t = replicas[0].steps_done
         for replica in replicas:
             replica.gradients()
-        g = [flat_gradient(replica) for replica in replicas]
+        g = [replica.gradient() for replica in replicas]
         if t in due_v:
             g = [mean(g)] * len(replicas)
             raw_v = beta2 * raw_v + (1 - beta2) * g[0].square()
@@ -84,7 +135,7 @@ def rounds(
         divisor = torch.where(alive, unit, torch.inf)
         moved, scaled = alive, unit
         if compress == "momentum":
-            moved = not_small(raw_v, sizes(replicas[0]), mask_below)
+            moved = not_small(raw_v, replicas[0].sizes(), mask_below)
             scaled = torch.ones_like(unit)
         gamma = replicas[0].lr_by_element()
         keep = 1 - gamma * settings["weight_decay"]

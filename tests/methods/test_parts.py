@@ -1,0 +1,332 @@
+"""Methods that send a part at a time: NoLoCo's pairs of replicas, SPARTA's weights, and Streaming
+DiLoCo's fragments. Who and what is drawn or dealt out, what an exchange makes of it, and how large
+NoLoCo's γ may be."""
+
+import itertools
+import random
+import time
+from collections import Counter
+from itertools import accumulate
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import co2
+from co2.comm.pair_mean import partner_of
+from co2.errors import ConfigError
+from co2.methods.streaming_diloco import StreamingDiLoCo, layer, strided, sync_step
+from tests.grids import grid
+from tests.methods import problem
+from tests.methods.driver import SETTINGS, assert_same, trajectory
+from tests.methods.test_identities import TAU, drifted
+from tests.reference import REFERENCES
+from tests.reference.replica import Replica
+from tests.workers import everybody, replicas
+
+# NoLoCo.
+
+
+def test_every_pair_is_equally_likely() -> None:
+    """Of six replicas 1,000 times each, and each alone of five 1,000 times: ± 4 √1000."""
+    for seed in range(50):
+        partners = [partner_of(replica, 7, seed) for replica in range(7)]
+        assert partners.count(None) == 1 and all(
+            other is None or (partners[other] == one and other != one)
+            for one, other in enumerate(partners)
+        )
+    met = Counter(partner_of(0, 6, seed) for seed in range(5000))
+    alone = Counter(r for seed in range(5000) for r in range(5) if partner_of(r, 5, seed) is None)
+    assert met.keys() == {1, 2, 3, 4, 5} and alone.keys() == {0, 1, 2, 3, 4}
+    assert all(abs(number - 1000) < 127 for number in (*met.values(), *alone.values()))
+
+
+HEAVY_BALL = {"tau": TAU, "outer_lr": 0.8, "outer_momentum": 0.6}
+
+
+@replicas()
+@pytest.mark.parametrize(
+    ("world", "pull"), grid([(1, 0.9), (2, 0.9), (3, 0.9), (4, 0.3)], lambda case: case[0] < 4)
+)
+def test_the_mean_is_heavy_ball_diloco(rank: int, world: int, pull: float) -> None:
+    """Which SlowMo is at a constant inner rate. On up to two replicas γ finds no difference to pull
+    at, and each is the mean."""
+    pairs = everybody(drifted(rank, world, "noloco", {**HEAVY_BALL, "pull": pull}))
+    together = drifted(rank, world, "slowmo", HEAVY_BALL)
+    for starts, mean in zip(zip(*pairs, strict=True), together, strict=True):
+        torch.testing.assert_close(sum(starts) / world, mean, rtol=1e-12, atol=1e-12)
+        assert all(torch.equal(start, starts[0]) for start in starts) == (world < 3)
+
+
+def matchings(of: list[int]) -> list[list[tuple[int, int]]]:
+    if not of:
+        return [[]]
+    first, *rest = of
+    found = []
+    for other in rest:
+        left = [one for one in rest if one != other]
+        found += [[(first, other), *more] for more in matchings(left)]
+    return found
+
+
+def growth(count: int, momentum: float, pull: float) -> float:
+    """Factor by which a round changes the mean square of the differences, in the long run: the
+    spectral radius of E[A ⊗ A], where A is a round without progress on (φ, m) less their means."""
+    eye = torch.eye(count, dtype=torch.float64)
+    less_mean = eye - 1 / count
+    pairs = matchings(list(range(count)))
+    squares = torch.zeros((2 * count) ** 2, (2 * count) ** 2, dtype=torch.float64)
+    for matching in pairs:
+        swap = torch.zeros_like(eye)
+        for a, b in matching:
+            swap[a, b] = swap[b, a] = 1
+        towards = pull * ((eye + swap) / 2 - eye)
+        top = torch.cat([eye + towards, momentum * eye], dim=1)
+        bottom = torch.cat([towards, momentum * eye], dim=1)
+        project = torch.block_diag(less_mean, less_mean)
+        step = project @ torch.cat([top, bottom])
+        squares += torch.kron(step, step) / len(pairs)
+    return torch.linalg.eigvals(squares).abs().max().item()
+
+
+@pytest.mark.parametrize("count", [2, 4, 6])
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.8])
+def test_the_bound_of_the_pull(count: int, momentum: float) -> None:
+    bound = 2 * (1 - momentum**2) / (1 - momentum / (count - 1))
+    shares = (0.1, 0.5, 0.99, 1.01)
+    assert [growth(count, momentum, share * bound) < 1 for share in shares] == [True] * 3 + [False]
+    co2.NoLoCo.Config(outer_momentum=momentum, pull=min(0.999 * bound, 1.999 * (1 - momentum**2)))
+
+
+# SPARTA.
+
+SIZES = (1000, 0, 3, 77)
+
+
+def drawn(share: float, steps: int) -> list[Tensor]:
+    """The places that each step draws, in the vector of all weights."""
+    params = [torch.nn.Parameter(torch.zeros(size)) for size in SIZES]
+    method = co2.SPARTA(co2.SPARTA.Config(share=share))
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    method.prepare(torch.nn.ParameterList(params), optimizer, co2.Mesh.world())
+    begins = accumulate(SIZES[:-1], initial=0)
+    starts = {id(part): begin for part, begin in zip(method.flat.params, begins, strict=True)}
+    found = []
+    for _ in range(steps):
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        method.step()
+        own = [starts[id(part)] + method.places[span] for part, span in method.spans]
+        found.append(torch.cat(own))
+    return found
+
+
+def test_all_are_drawn_alike() -> None:
+    """216 of 1,080 in each of 500 steps: each 100 times, ± 5 √(500 · 0.2 · 0.8)."""
+    steps = drawn(0.2, 500)
+    counts = torch.bincount(torch.cat(steps), minlength=1080)
+    assert len(counts) == 1080 and (counts - 100).abs().max() < 45
+    assert not torch.equal(steps[0], steps[1])
+
+
+def test_steps_forget_each_other() -> None:
+    """After t steps (1 − 1/5)^t of the weights were never drawn: of 1,080, ± 5 deviations."""
+    untouched = torch.ones(1080, dtype=torch.bool)
+    for step, places in enumerate(drawn(0.2, 12), start=1):
+        untouched[places] = False
+        chance = 0.8**step
+        spread = 5 * (1080 * chance * (1 - chance)) ** 0.5
+        assert abs(untouched.sum().item() - 1080 * chance) < spread
+
+
+@replicas(3)
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_the_mean_of_the_weights_stays(rank: int, world: int, delay: int) -> None:
+    """It is that of local SGD, under gradients that do not depend on the weights."""
+    shared = everybody(drifted(rank, world, "sparta", {"share": 0.3, "delay": delay}))
+    together = drifted(rank, world, "local_sgd", {"tau": TAU})
+    for ends, mean in zip(zip(*shared, strict=True), together, strict=True):
+        torch.testing.assert_close(sum(ends) / 3, mean, rtol=1e-12, atol=1e-12)
+        assert not torch.equal(ends[0], ends[1])
+
+
+@replicas(2)
+@pytest.mark.parametrize(
+    ("delay", "expected"),
+    [
+        (0, ([-2, -4, -6, -8, -10, -12], [-2, -4, -6, -8, -10, -12])),
+        # At -2 and -6 comes the mean of -1 and -3, which takes 1 away and adds 1.
+        (1, ([-1, -3, -5, -7, -9, -11], [-3, -5, -7, -9, -11, -13])),
+        # At -4 and -12 comes the mean of -2 and -6; at -8 and -16 that of -6 and -10.
+        (2, ([-1, -2, -3, -6, -7, -10], [-3, -6, -9, -10, -13, -14])),
+    ],
+)
+def test_a_mean_comes_when_it_should(
+    rank: int, delay: int, expected: tuple[list[float], ...]
+) -> None:
+    """Of one weight, which each step moves by −1 on replica 0 and by −3 on replica 1."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    method = co2.SPARTA(co2.SPARTA.Config(delay=delay))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    method.prepare(torch.nn.ParameterList([weight]), optimizer, co2.Mesh.world())
+    history = []
+    for _ in range(6):
+        weight.grad = torch.full((1,), 1.0 + 2 * rank)
+        method.step()
+        history.append(weight.item())
+    method.flush()
+    assert history == expected[rank]
+
+
+# Streaming DiLoCo.
+
+ROUND = 6
+OUTER = {"outer_lr": 2.0, "outer_momentum": 0.0}
+TABLE: dict[tuple[int, float], tuple[tuple[float, ...], tuple[float, ...]]] = {
+    (0, 0.0): ((-11, -35, -59), (-23, -47)),
+    (0, 0.5): ((-8, -24.5, -40.25), (-17, -32)),
+    (0, 1.0): ((-5, -17, -29), (-11, -23)),
+    (1, 0.0): ((-7, -27, -47), (-19, -39)),
+    (1, 0.5): ((-6, -21.5, -35.75), (-15, -29)),
+    # fragment 0's first sync would have started at step -1: only the second finds a mean, that of
+    # step 5, where fragment 0 is at -9 and d = 10; step 11: -23 and d = 4
+    (4, 0.0): ((-5, -19, -27), (-7, -15)),
+}
+"""(delay, mixing) → the two fragments' weights after their syncs at steps 3, 9, 15 and 6, 12, with
+start 1, inner rate 1, gradient 2 and outer SGD of rate 2."""
+
+
+def build() -> tuple[nn.Module, SGD]:
+    """Two layers of one weight each, at 1."""
+    ones = [torch.ones(1, dtype=torch.float64) for _ in range(2)]
+    model = nn.ParameterList([nn.Parameter(one) for one in ones])
+    return model, SGD(model.parameters(), lr=1.0)
+
+
+def backward(model: nn.Module, step: int = 0) -> None:
+    for weight in model.parameters():
+        weight.grad = torch.full_like(weight, 2.0)
+
+
+def expected(case: tuple[int, float]) -> list[tuple[float, ...]]:
+    """After each of 15 steps: between its syncs a weight moves by -2 a step."""
+    after = [dict(zip(range(first, 16, ROUND), TABLE[case][p], strict=True))
+             for p, first in ((0, 3), (1, 6))]  # fmt: skip
+    history, weights = [], [1.0, 1.0]
+    for step in range(1, 16):
+        weights = [after[p].get(step, weights[p] - 2) for p in range(2)]
+        history.append(tuple(weights))
+    return history
+
+
+@replicas(2)
+@pytest.mark.parametrize("case", TABLE, ids=str)
+def test_the_table(case: tuple[int, float]) -> None:
+    model, optimizer = build()
+    delay, mixing = case
+    settings = {"tau": ROUND, "fragments": 2, "delay": delay, "mixing": mixing, **OUTER}
+    method = StreamingDiLoCo(StreamingDiLoCo.Config(**settings))
+    method.prepare(model, optimizer, co2.Mesh.world())
+    replicas = [Replica(*build(), backward, lambda optimizer, step: None) for _ in range(2)]
+    simulated = REFERENCES["streaming_diloco"](replicas, **settings)
+    for weights in expected(case):
+        backward(model)
+        method.step()
+        next(simulated)
+        for trained in (model, *(replica.model for replica in replicas)):
+            assert tuple(weight.item() for weight in trained.parameters()) == weights
+    method.flush()
+
+
+@pytest.mark.parametrize("tau", [1, 2, 5, 6, 12])
+def test_no_two_fragments_share_a_step(tau: int) -> None:
+    for fragments in range(1, tau + 1):
+        model, optimizer = problem.build_drift([2] * fragments)
+        method = StreamingDiLoCo(tau=tau, fragments=fragments, delay=0)
+        method.prepare(model, optimizer, co2.Mesh.world())
+        steps: list[list[int]] = [[] for _ in range(fragments)]
+        for step in range(1, 2 * tau + 1):
+            before = [fragment.outer.clone() for fragment in method.fragments]
+            problem.backward_drift(model, step, 0)
+            method.step()
+            for number, fragment in enumerate(method.fragments):
+                if not torch.equal(fragment.outer, before[number]):
+                    steps[number].append(step)
+        together = [step for own in steps for step in own]
+        assert len(together) == len(set(together)) == 2 * fragments, (tau, fragments)
+        for number, (first, second) in enumerate(steps):
+            assert second == first + tau and first % tau == sync_step(number, tau, fragments)
+        firsts = [first for first, _ in steps]
+        assert firsts == sorted(firsts) and firsts[-1] == tau
+        if tau % fragments == 0:
+            assert firsts == list(range(tau // fragments, tau + 1, tau // fragments))
+        apart = {b - a for a, b in itertools.pairwise(firsts)}
+        assert apart <= {tau // fragments, -(-tau // fragments)}, "as even as whole steps can be"
+
+
+@replicas(3)
+def test_a_quantized_exchange_may_take_its_time(rank: int, world: int) -> None:
+    """Collectives that take up to 20 ms, others on each replica, beside steps that take one."""
+    settings = {**SETTINGS["streaming_diloco"], "delay": 2, "exchange": "int8"}
+    expected = trajectory(rank, world, "streaming_diloco", settings)
+    source = random.Random(rank)
+
+    def slowed(collective: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(source.random() / 50)
+            return collective(*args, **kwargs)
+
+        return call
+
+    names = ("all_to_all_single", "all_gather_into_tensor")
+    with patch.multiple(dist, **{name: slowed(getattr(dist, name)) for name in names}):
+        for _ in range(3):
+            assert_same(trajectory(rank, world, "streaming_diloco", settings), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("transformer.h.3.attn.bias", "transformer.h.3"),
+        ("layer1.0.downsample.1.weight", "layer1.0"),
+        ("0.weight", "0"),
+        ("blocks.10", "blocks.10"),
+        ("wte.weight", "wte.weight"),
+        ("scale", "scale"),
+    ],
+)
+def test_layers(name: str, expected: str) -> None:
+    assert layer(name) == expected
+
+
+class Small(nn.Module):
+    """In the model's order: enter, h.0 (three parameters, one frozen), h.1, leave (two layers)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(2, 2, bias=False)
+        self.h = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)])
+        self.leave = nn.Linear(2, 2)
+        self.h[0][1].bias.requires_grad_(False)
+
+
+def test_layers_are_dealt_out_in_turn() -> None:
+    model = Small()
+    optimizer = SGD(reversed(list(model.parameters())), lr=1.0)  # its order does not matter
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = [[names[id(p)] for p in part] for part in strided(model, optimizer, 2)]
+    assert found == [
+        ["enter.weight", "h.1.weight", "h.1.bias", "leave.bias"],
+        ["h.0.0.weight", "h.0.0.bias", "h.0.1.weight", "leave.weight"],
+    ]
+
+
+def test_more_fragments_than_layers_are_refused() -> None:
+    model, optimizer = problem.build_drift([3, 4])
+    method = StreamingDiLoCo(StreamingDiLoCo.Config(fragments=3))
+    with pytest.raises(ConfigError, match=r"^streaming_diloco.fragments=3: must be at most 2, .*$"):
+        method.prepare(model, optimizer, co2.Mesh.world())

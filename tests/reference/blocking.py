@@ -1,0 +1,89 @@
+"""Rounds that wait for their mean: every replica starts from it, or from an outer step with it."""
+
+from collections.abc import Iterator
+
+import torch
+
+from tests.reference.replica import MOMENTS, Replica, average, mean
+
+
+def local_sgd(replicas: list[Replica], tau: int) -> Iterator[None]:
+    """Local SGD (Stich, 1805.09767): x_{t+1,0} = x_{t,0} - d_t, which is the mean of the ends."""
+    while True:
+        for replica in replicas:
+            replica.train(tau)
+        average = mean(replica.weights() for replica in replicas)
+        for replica in replicas:
+            replica.set_weights(average)
+        yield
+
+
+def slowmo(
+    replicas: list[Replica], tau: int, outer_lr: float, outer_momentum: float
+) -> Iterator[None]:
+    """SlowMo (Wang et al., 1910.00643).
+
+    m_t = beta m_{t-1} + d_t / gamma_t;  x_{t+1,0} = x_{t,0} - alpha gamma_t m_t, with gamma_t of
+    each weight's own parameter group. Where gamma_t = 0 nothing is scaled: m_t = beta m_{t-1} + d_t
+    and x_{t+1,0} = x_{t,0} - alpha d_t.
+    """
+    start = replicas[0].weights()
+    m = torch.zeros_like(start)
+    while True:
+        for replica in replicas:
+            replica.train(tau)
+        d = mean(start - replica.weights() for replica in replicas)
+        gamma = replicas[0].lr_by_element()
+        cold = gamma == 0
+        m = outer_momentum * m + torch.where(cold, d, d / gamma)
+        start = start - outer_lr * torch.where(cold, d, gamma * m)
+        for replica in replicas:
+            replica.set_weights(start)
+        yield
+
+
+def diloco(
+    replicas: list[Replica],
+    tau: int,
+    outer_lr: float,
+    outer_momentum: float,
+    average_moments: bool = False,
+) -> Iterator[None]:
+    """DiLoCo (2311.08105): v_t = beta v_{t-1} + d_t; x_{t+1,0} = x_{t,0} - alpha (d_t + beta v_t).
+
+    With averaged moments it is that of Local Adam.
+    """
+    start = replicas[0].weights()
+    v = torch.zeros_like(start)
+    while True:
+        for replica in replicas:
+            replica.train(tau)
+        d = mean(start - replica.weights() for replica in replicas)
+        v = outer_momentum * v + d
+        start = start - outer_lr * (d + outer_momentum * v)
+        for replica in replicas:
+            replica.set_weights(start)
+        for field in MOMENTS if average_moments else ():
+            average(replicas, field)
+        yield
+
+
+def co2_released(
+    replicas: list[Replica],
+    tau: int,
+    outer_lr: float,
+    outer_momentum: float,
+    gap_penalty: float,
+) -> Iterator[None]:
+    """CO2 as released: m_t = beta m_{t-1} + d_t / Lambda; x_{t+1,0} = x_{t,0} - alpha m_t."""
+    start = replicas[0].weights()
+    m = torch.zeros_like(start)
+    while True:
+        for replica in replicas:
+            replica.train(tau)
+        d = mean(start - replica.weights() for replica in replicas)
+        m = outer_momentum * m + d / gap_penalty
+        start = start - outer_lr * m
+        for replica in replicas:
+            replica.set_weights(start)
+        yield
