@@ -30,7 +30,6 @@ SLOW = (
     "tests/methods/test_replicas_of_several_workers.py::test_two_replicas_of_two_workers",
     "tests/recipes/test_golden.py::test_a_small_one",  # trains several tasks
     "tests/tasks/test_fused_experts.py",  # Triton's interpreter
-    "tests/tasks/test_text.py::test_two_processes_at_once",  # new interpreters
 )
 """What `make test` leaves to `make test-slow`, as it does the tests marked where they stand."""
 

@@ -52,15 +52,6 @@ def cell(recipe: Recipe, row: str, column: str, repeat: int) -> LabCell:
     return found
 
 
-def test_a_cell_with_many_overrides_has_a_folder_of_its_own() -> None:
-    """Its name is no longer than file systems take."""
-    trial = cell(field.RECIPE, "co2", SHARE, 0).trial
-    many = [f"co2.a_name_that_is_rather_long_{number}=0" for number in range(20)]
-    names = {LabCell(trial, (*many, f"co2.tau={tau}"))._runs.name for tau in (3, 6)}
-    assert len(names) == 2 and all(len(name) <= 255 for name in names)
-    assert LabCell(trial, ("co2.tau=3",))._runs.name == "co2.tau_3"
-
-
 def test_trials_named_beside_their_recipe_are_collected_once(place: Path) -> None:
     trials = time_to_loss.RECIPE.trials
     row, _, seed, of = next(iter(trials.cells("smoke")))
@@ -150,38 +141,6 @@ def test_shares_are_paired_and_tested_for_equivalence() -> None:
     assert shares.share_of([value + 3 for value in near]).p == pytest.approx(0.973, abs=0.01)
     assert shares.share_of([97.0]).text() == "97.0 %"
     assert shares.share_of([100.0, 100.0]).p == 0 and shares.share_of([97.0, 97.0]).p == 1
-
-    def lines(row: str, *values: float) -> list[dict[str, str]]:
-        place = {"row": row, "column": "2 workers, 20 Mbit/s"}
-        return [{**place, "seed": str(n), "value": str(value)} for n, value in enumerate(values)]
-
-    # The machine is half as fast from the third repeat on; the shares do not see it.
-    limit = [100.0, 100.0, 50.0, 50.0, 50.0]
-    half = [value * whole / 100 for value, whole in zip(near, limit, strict=True)]
-    ours = (
-        lines("no communication", *limit)
-        + lines("CO2, steady gap", *half)
-        + lines("SlowMo", 60, 61)
-    )
-    (table,) = shares.tables(table3.RECIPE, ours)
-    assert table.rows == [
-        ["SlowMo", "60.5 % [54.1, 66.9]"],
-        ["CO2, steady gap", "99.2 % [99.0, 99.4] ≈"],
-    ]
-    alone = lines("no communication", 100, 100) + lines("CO2, steady gap", 99.4, 100.6)
-    assert " ≈" not in next(shares.tables(table3.RECIPE, alone)).rows[0][1], "two repeats"
-
-
-def test_cells_with_overrides_are_trainings_of_their_own(place: Path) -> None:
-    chosen = cell(table3.RECIPE, "CO2, τ auto", "2 workers, 20 Mbit/s", 0)
-    traced = cell(figure1.RECIPE, "CO2", "overlap, %", 0)
-    plain = cell(table3.RECIPE, "CO2, steady gap", "2 workers, 100 Mbit/s", 0)
-    assert chosen.overrides == ("co2.tau=auto", "train.steps=180")
-    assert chosen.config().method_config.tau == "auto"
-    assert traced.overrides == ("trace=true",) and traced.config().trace
-    assert traced.trial == plain.trial and not plain.config().trace
-    write_run(plain, 1.0)
-    assert plain.summary() is not None and traced.summary() is None and traced.folder() is None
 
 
 def test_without_root_it_is_one_line_and_nothing_is_trained(

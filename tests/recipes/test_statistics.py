@@ -9,7 +9,6 @@ from scipy.stats import t, ttest_rel
 
 from recipes.tables import entries, equal_steps, pooled
 from recipes.tables.entries import Difference, Entry
-from recipes.tables.log_mean import LogMean, percent, percent_more
 from tests.recipes.test_experiments import lines
 from tests.recipes.test_tables import TOP1, TOY
 
@@ -34,21 +33,6 @@ def test_the_factor_of_a_power_law_comes_out(
     assert found is not None and not found.extrapolated
     assert math.exp(found.mean.mean) == pytest.approx(factor, rel=error)
     assert found.mean.ends is not None and found.mean.ends[0] <= factor <= found.mean.ends[1]
-
-
-def test_a_point_more_moves_the_factor_within_its_interval() -> None:
-    """As AllReduce's training of 800 rounds did: it ends 0.024 below the chord."""
-    four = {25: 3.7965, 100: 3.0865, 300: 2.6673, 1000: 2.4878}
-    own = {seed: {1000: 2.5176} for seed in (0, 1)}
-    before, after = (
-        equal_steps.ratio(own, {0: curve, 1: curve}, 1000)
-        for curve in (four, {**four, 800: 2.4973})
-    )
-    assert before is not None and after is not None and before.mean.ends is not None
-    assert before.mean.ends[0] <= math.exp(after.mean.mean) <= before.mean.ends[1]
-    assert after.fit_error < before.fit_error
-    line = 300 * (10 / 3) ** ((four[300] - 2.5176) / (four[300] - four[1000]))
-    assert 1000 / line < 0.95 * math.exp(before.mean.mean), "a chord makes every factor too small"
 
 
 def test_beyond_the_curve_the_nearest_line_goes_on() -> None:
@@ -109,16 +93,6 @@ def test_a_gap_goes_on_as_between_its_last_two_points() -> None:
     assert equal_steps.gap_exponents({0: {400: 2.5}}, base) == {}, "one point"
 
 
-def test_intervals_of_logarithms() -> None:
-    one = LogMean.of([math.log(1.1), math.log(1.1)], percent_more)
-    assert one.text("+z.1f", unit=" %") == "+10.0 % [10.0, 10.0]"
-    wide = LogMean(math.log(0.2), math.log(2), percent)
-    assert wide.text(".0f", mark="†") == "20† [10, 40]"
-    assert one.overlaps(wide) and wide.overlaps(one)
-    assert not one.overlaps(LogMean(math.log(0.2), 0.1, percent))
-    assert not one.overlaps(LogMean(math.log(1.1), None, percent_more)), "it has no interval"
-
-
 RANDOM = np.random.default_rng(0)
 NAMES = ("AllReduce", "Local SGD", "CO2_3", "SlowMo")
 NOISE = {name: RANDOM.normal(0, 0.02, 5) for name in NAMES}
@@ -157,20 +131,6 @@ def test_it_is_least_squares_of_methods_and_seeds() -> None:
         ends = (100 * math.expm1(mean - half), 100 * math.expm1(mean + half))
         assert own[name].ends == pytest.approx(ends)
         assert own[name].p == pytest.approx(2 * t.sf(abs(mean) / error, freedom))
-
-
-def test_a_small_spread_by_chance_is_no_certainty() -> None:
-    """As on ViT: a paired test gave +10.8 % a star and +120.9 % none."""
-    vit = {
-        "AllReduce": (0.1793, 0.2142, 0.1999),
-        "Local SGD": (0.2016, 0.2354, 0.2203),
-        "SlowMo": (0.1954, 0.1877, 0.2017),
-        "CO2_3": (0.5076, 0.3954, 0.4079),
-    }
-    own = differences(vit)
-    assert own["CO2_3"].significant and not own["Local SGD"].significant
-    paired = ttest_rel(np.log(vit["Local SGD"]), np.log(vit["AllReduce"]))
-    assert paired.pvalue < 0.01 and own["Local SGD"].pooled
 
 
 def test_methods_that_scatter_unequally_have_paired_tests() -> None:

@@ -13,10 +13,10 @@ from co2.task import Batch
 from tasks.glue.glue import Name
 from tasks.graph.networks import Network
 from tasks.shapenet.shapenet import Objective
-from tests.tasks import pictures, random_graph, small_ade20k
+from tests.tasks import pictures, random_graph
 from tests.tasks.build import built, text_of
 from tests.tasks.conftest import story
-from tests.tasks.small_sets import shapenet55
+from tests.tasks.small_sets import scenes, shapenet55
 
 
 def _counted(task: Any) -> int:
@@ -100,7 +100,7 @@ def _nodes(batch: Batch) -> Tensor:
 SMALL: dict[str, Small] = {
     "ade20k": Small(
         {"hidden": 16},
-        data=lambda folder: small_ade20k.write(folder, training=14, validation=5),
+        data=lambda folder: scenes(folder, training=14, validation=5),
         batch_size=2,
         smallest=2,
         samples=lambda task: task.fingerprint()["num_samples"]["training"],

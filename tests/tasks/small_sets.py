@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy.io import savemat
 from tokenizers import Tokenizer
 
@@ -28,7 +29,7 @@ from tasks.shapenet.shapenet import Shapes
 from tasks.text.causal import CorpusName
 from tasks.text.roberta import CorpusName as Masked
 from tasks.vision.classification import DatasetName
-from tests.tasks import small_ade20k, small_glue
+from tests.tasks import small_glue
 from tests.tasks.build import built
 from tests.tasks.conftest import story
 from tests.tasks.pictures import picture
@@ -211,13 +212,52 @@ def rolled(path: Path, held: Iterable[tuple[str, bytes]]) -> Path:
     return path
 
 
+SCENES = {
+    "training": [(40, 60), (64, 48), (50, 50), (33, 90)],
+    "validation": [(45, 70), (80, 40), (36, 36)],
+}
+"""Height and width of each image."""
+
+
+def scenes(folder: Path, **numbers: int) -> Path:
+    """Images of noise; masks of the classes 0 to 150 in blocks, each class somewhere.
+
+    Args:
+        numbers: of images by split, whose sizes recur then.
+    """
+    source = np.random.default_rng(0)
+    for split, known in SCENES.items():
+        sizes = [known[number % len(known)] for number in range(numbers.get(split, len(known)))]
+        for kind in ("images", "annotations"):
+            (folder / kind / split).mkdir(parents=True)
+        for number, (height, width) in enumerate(sizes, 1):
+            pixels = source.integers(0, 256, (height, width, 3), np.uint8)
+            classes = source.integers(0, 151, (height // 8 + 1, width // 8 + 1), np.uint8)
+            mask = classes.repeat(8, 0).repeat(8, 1)[:height, :width]
+            Image.fromarray(pixels).save(scene_image(folder, split, number), quality=95)
+            Image.fromarray(mask).save(scene_mask(folder, split, number))
+    return folder
+
+
+def _scene(split: str, number: int) -> str:
+    return f"ADE_{'train' if split == 'training' else 'val'}_{number:08d}"
+
+
+def scene_image(folder: Path, split: str, number: int) -> Path:
+    return folder / "images" / split / f"{_scene(split, number)}.jpg"
+
+
+def scene_mask(folder: Path, split: str, number: int) -> Path:
+    return folder / "annotations" / split / f"{_scene(split, number)}.png"
+
+
 def of_ade20k(folder: Path, patch: pytest.MonkeyPatch) -> Given:
-    there = small_ade20k.write(folder / "made" / FOLDER)
+    there = scenes(folder / "made" / FOLDER)
     files = sorted(path for path in there.rglob("*") if path.is_file())
     held = [(f"{FOLDER}/{path.relative_to(there)}", path.read_bytes()) for path in files]
     others = [(f"{FOLDER}/", b""), (f"{FOLDER}/objectInfo150.txt", b"wall\n")]
     archive = zipped(folder / "archive.zip", [*others, ("__MACOSX/._junk", b"junk"), *held])
-    counts = {split: len(sizes) for split, sizes in small_ade20k.SIZES.items()}
+    counts = {split: len(sizes) for split, sizes in SCENES.items()}
     patch.setattr(ade20k, "SPLITS", counts)
     return Given(
         ["ade20k", "--archive", str(archive)],

@@ -2,7 +2,6 @@
 
 import colorsys
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,32 +11,31 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from sklearn.metrics import accuracy_score, confusion_matrix, jaccard_score
+from sklearn.metrics import accuracy_score, jaccard_score
 
 from tasks import ADE20K
 from tasks.ade20k.ade20k import Source
 from tasks.ade20k.pairs import FOLDER, Pairs
-from tasks.ade20k.scenes import CLASSES, COUNTS, Scenes, scenes
+from tasks.ade20k.scenes import Scenes
 from tasks.ade20k.segmentation import (
     _MEAN,
     _STD,
     IGNORED,
-    confusion,
     normalized,
-    scores,
     whole,
 )
 from tasks.ade20k.upernet import upernet
 from tasks.ade20k.views import COLOUR_DRAWS, Views, distorted
 from tasks.shared.randomness import uniforms
 from tests.grids import nonempty
-from tests.tasks import small_ade20k as small
 from tests.tasks.build import ade20k, mesh, refusal, used
+from tests.tasks.small_sets import scene_image, scene_mask
+from tests.tasks.small_sets import scenes as write
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return small.write(tmp_path / FOLDER)
+    return write(tmp_path / FOLDER)
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +83,6 @@ def test_weights_of_the_backbone(tmp_path: Path, suffix: str) -> None:
         assert next(task.model().parameters()).is_meta
     bare = ade20k(backbone=name, hidden=8).model()
     assert not torch.equal(bare.backbone.conv_stem.weight, trained["conv_stem.weight"])
-    assert model.backbone.feature_info.reduction() == [4, 8, 16, 32]
-    assert math.isfinite(task.loss(model, next(task.batches(mesh(), 0))).item())
 
 
 @pytest.mark.parametrize(
@@ -94,13 +90,8 @@ def test_weights_of_the_backbone(tmp_path: Path, suffix: str) -> None:
     [
         ({"backbone": "resnt50"}, "backbone=resnt50: timm has no such model; the nearest name is"),
         ({"backbone": "vit_tiny_patch16_224"}, "does not give 4 maps of different sizes"),
-        ({"backbone": "hf-hub:somebody/model"}, "timm has no such model; the nearest name is "),
-        ({"backbone": "resnet10t", "weights": "none.pth"}, "weights=none.pth: no such file"),
-        ({"backbone": "resnet10t", "weights": "text.pth"}, "is not a state dict of timm ("),
         ({"backbone": "resnet18", "weights": "resnet10t.pth"}, "fit resnet18: it lacks conv1.we"),
         ({"backbone": "resnet10t", "weights": "shape.pth"}, "conv1.0.weight has the shape [3, 3]"),
-        ({"scales": (2.0, 1.0)}, "scales="),
-        ({"scales": (0.0, 1.0)}, "scales="),
         ({"scales": (1.0, math.inf)}, "scales="),
     ],
 )
@@ -113,7 +104,6 @@ def test_what_does_not_fit(
     trained = timm.create_model("resnet10t", num_classes=0).state_dict()
     torch.save(trained, "resnet10t.pth")
     torch.save({**trained, "conv1.0.weight": torch.zeros(3, 3)}, "shape.pth")
-    Path("text.pth").write_text("not weights")
     line = refusal(lambda: ade20k(**config).setup(1))
     assert says in line and len(line) < 200
 
@@ -125,8 +115,8 @@ def validation(folder: Path) -> Pairs:
 def test_classes_are_read_as_the_benchmark_counts_them(folder: Path) -> None:
     task = ade20k(folder.parent, source=Source.ade20k, num_workers=1)
     image, labels = validation(folder)[1]
-    mask = np.array(Image.open(small.annotation(folder, "validation", 2))).astype(int)
-    pixels = np.array(Image.open(small.image(folder, "validation", 2)))
+    mask = np.array(Image.open(scene_mask(folder, "validation", 2))).astype(int)
+    pixels = np.array(Image.open(scene_image(folder, "validation", 2)))
     assert (image.permute(1, 2, 0).numpy() == pixels).all()
     assert (labels.numpy() == np.where(mask == 0, IGNORED, mask - 1)).all()
     assert task.num_classes == 150
@@ -191,25 +181,16 @@ IMAGE = "images/training/ADE_train_00000001.jpg"
 MASK = "annotations/training/ADE_train_00000001.png"
 
 
-def emptied(folder: Path) -> None:
-    for file in folder.iterdir():
-        file.unlink()
-
-
-def painted(*shape: int, level: int = 1) -> Callable[[Path], None]:
-    return lambda path: Image.fromarray(np.full(shape, level, np.uint8)).save(path)
+def painted(path: Path) -> None:
+    Image.fromarray(np.full((40, 60), 200, np.uint8)).save(path)
 
 
 @pytest.mark.parametrize(
     ("name", "spoil", "at_once", "says"),
     [
-        ("annotations/training", shutil.rmtree, True, "no such folder; must hold images/ and "),
-        ("images/training", emptied, True, "holds no image (.jpg)"),
         (MASK, Path.unlink, True, "is missing, the mask of ADE_train_00000001.jpg"),
         (IMAGE, lambda path: path.write_bytes(path.read_bytes()[:-300]), False, "cannot be read ("),
-        (MASK, lambda path: path.write_text("not a mask"), False, "cannot be read ("),
-        (MASK, painted(40, 60, level=200), False, "has class 200; ADE20K's are 1 to 150"),
-        (MASK, painted(40, 61), False, "has 61×40 pixels, ADE_train_00000001.jpg 60×40; they"),
+        (MASK, painted, False, "has class 200; ADE20K's are 1 to 150"),
     ],
 )
 def test_what_is_spoilt_is_named(
@@ -237,21 +218,6 @@ def test_dropout_takes_whole_channels_before_the_classes_in_training_alone() -> 
     seen.clear()
     model.eval()(torch.randn(64, 3, 32, 32))
     assert ((seen[0].flatten(2) == 0).all(dim=2).float().mean().item()) < gone - 0.2
-
-
-def test_generated_scenes() -> None:
-    """Of all classes, with some pixels that have no label; the parts share no scene."""
-    found: set[bytes] = set()
-    for split, number in COUNTS.items():
-        samples, (images, labels) = Scenes(split), scenes(split)
-        assert len(samples) == len(images) == len(labels) == number
-        image, truth = samples[7]
-        assert (image.numpy() == images[7]).all() and (truth.numpy() == labels[7]).all()
-        assert (samples.labels(7) == truth).all()
-        assert set(np.unique(labels)) == {*range(len(CLASSES)), IGNORED}
-        own = {image.tobytes() for image in images}
-        assert not own & found
-        found |= own
 
 
 def drawn(number: int, colours: bool = False) -> np.ndarray:
@@ -292,9 +258,7 @@ def test_image_and_labels_stay_together(scales: tuple[float, float]) -> None:
     assert (difference[inside].abs() < 6).all()
 
 
-@pytest.mark.parametrize(
-    ("short_side", "scales"), [(32, (0.75, 1.5)), (32, (0.4, 3.0)), (40, (1.0, 1.0))]
-)
+@pytest.mark.parametrize(("short_side", "scales"), [(32, (0.4, 3.0)), (40, (1.0, 1.0))])
 def test_a_batch_is_cut_as_one_by_one(short_side: int, scales: tuple[float, float]) -> None:
     chosen, cut = np.arange(64), Views(32, short_side, scales)
     images, labels = Scenes("training").take(chosen)
@@ -367,31 +331,6 @@ def test_colours_change_as_in_mmsegmentation() -> None:
         assert torch.allclose(other, expected, atol=2e-3)
     kept = (draws[:, :4] >= 0.5).all(1)
     assert kept.any() and torch.equal(found[kept], images[kept])
-
-
-NUM_CLASSES = 6
-
-
-def labelled(*shape: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Predictions and labels; class 4 occurs in predictions only, class 5 nowhere."""
-    source = torch.Generator().manual_seed(seed)
-    predicted = torch.randint(0, 5, shape, generator=source)
-    labels = torch.randint(0, 4, shape, generator=source).to(torch.uint8)
-    labels[torch.rand(shape, generator=source) < 0.3] = IGNORED
-    labels[predicted == 3] = 3
-    return predicted, labels
-
-
-def test_the_scores_are_those_of_scikit_learn() -> None:
-    predicted, labels = labelled(4, 31, 7, seed=1)
-    kept = labels != IGNORED
-    given = (labels[kept].numpy(), predicted[kept].numpy())
-    counts = confusion(predicted, labels, NUM_CLASSES)
-    assert (counts.numpy() == confusion_matrix(*given, labels=range(NUM_CLASSES))).all()
-    assert scores(counts) == {
-        "miou": pytest.approx(jaccard_score(*given, average="macro")),
-        "pixel_accuracy": pytest.approx(accuracy_score(*given)),
-    }
 
 
 def test_whole_images_keep_their_shape() -> None:

@@ -1,31 +1,39 @@
 """Causal language models. GPT-2: attention, sizes, batches, loss and evaluation. TransNormerLLM:
-its three forms agree, and what it is made of.
+its three forms agree, what it is made of, and which form a GPU gets. The cross-entropy
+of tokens, compiled as a graph of its own.
 
 What all tasks must do is in test_contract.py.
 """
 
 import json
 import math
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.overrides import TorchFunctionMode
 
 from co2_measure.simulate.models import MODELS
 from tasks import GPT2
 from tasks.shared.randomness import initial_std
+from tasks.text import losses
 from tasks.text import transnormer_model as parts
 from tasks.text.causal import CorpusName
 from tasks.text.gpt2 import Size
+from tasks.text.losses import token_losses
+from tasks.text.masking import IGNORED
 from tasks.text.text import token_bytes
 from tasks.text.transnormer import SHAPES, TransNormer
 from tasks.text.transnormer import Size as Sizes
@@ -294,17 +302,6 @@ def test_the_norm_has_a_mean_square_of_one() -> None:
     assert parts.normalized(x.bfloat16()).dtype == torch.float32
 
 
-def test_no_token_sees_a_later_one(transnormer_task: TransNormer) -> None:
-    model = transnormer_task.model()
-    tokens = torch.randint(300, (2, 200))
-    changed = tokens.clone()
-    changed[:, 150] = (changed[:, 150] + 1) % 300
-    before, after = model(tokens), model(changed)
-    assert torch.equal(before[:, :128], after[:, :128])
-    torch.testing.assert_close(before[:, :150], after[:, :150], rtol=1e-5, atol=1e-5)
-    assert (before[:, 150:155] - after[:, 150:155]).abs().amax(-1).min() > 1e-4
-
-
 def test_decay_and_state_are_fp32_under_autocast() -> None:
     """A state in bf16 would stall: 512 + 2 is 512 there."""
     ones = torch.ones(1, 1, 1200, 1)
@@ -313,3 +310,104 @@ def test_decay_and_state_are_fp32_under_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         sums = parts.chunked(ones, ones, ones, rates, size=2)[0, 0, :, 0]
     torch.testing.assert_close(sums.float(), torch.arange(1.0, 1201), rtol=0.01, atol=0)
+
+
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    parts.fastest_on_gpus.cache_clear()
+    with patch.object(torch, "compile", lambda form: ("compiled", form)):
+        yield
+    parts.fastest_on_gpus.cache_clear()
+
+
+def probed(program: str) -> Any:
+    """As if the probe were this program, and had half a second."""
+    return patch.multiple(parts, _KERNELS=True, _PROBE=program, _ANSWER_S=0.5)
+
+
+HANGS = "import time\nprint('ready', flush=True)\ninput()\ntime.sleep(600)"
+
+
+@pytest.mark.usefixtures("asked_anew")
+@pytest.mark.parametrize(
+    ("program", "line"),
+    [
+        ("print('ready', flush=True)\ninput()", ""),
+        (HANGS, "warning: flash-linear-attention's kernels do not answer in 0.5 s; "),
+        ("raise ImportError", "warning: flash-linear-attention's kernels fail; "),
+    ],
+    ids=["answer", "hang", "fail"],
+)
+def test_kernels_that_do_not_answer_are_not_used(
+    program: str, line: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with probed(program):
+        found = parts.fastest_on_gpus()
+        assert parts.fastest_on_gpus() is found, "it is asked once"
+    assert found == (("compiled", parts.chunked) if line else parts.kernels)
+    told = capfd.readouterr().err
+    assert told.startswith(line) and bool(told) == bool(line)
+
+
+@pytest.mark.usefixtures("asked_anew")
+def test_a_probe_that_hangs_is_killed() -> None:
+    made = []
+    begin = subprocess.Popen
+
+    def popen(*arguments: Any, **more: Any) -> Any:
+        made.append(begin(*arguments, **more))
+        return made[-1]
+
+    with probed(HANGS), patch.object(subprocess, "Popen", popen):
+        parts.fastest_on_gpus()
+    assert [one.returncode for one in made] == [-signal.SIGKILL]
+
+
+SIZE, PADDED = 300, 384
+
+
+@pytest.fixture
+def counter() -> Iterator[CompileCounterWithBackend]:
+    """Stands in for the compiler, which takes half a minute, and counts its graphs."""
+    torch._dynamo.reset()
+    found = CompileCounterWithBackend("aot_eager")
+    losses._compiled.cache_clear()
+    with patch.object(torch, "compile", partial(torch.compile, backend=found, fullgraph=True)):
+        yield found
+    losses._compiled.cache_clear()
+
+
+def drawn(step: int) -> tuple[Tensor, Tensor]:
+    """Logits of a padded head under autocast, and targets, of which some are left out."""
+    generator = torch.Generator().manual_seed(step)
+    logits = torch.randn(2, 5, PADDED, generator=generator).bfloat16().requires_grad_()
+    targets = torch.randint(SIZE, (2, 5), generator=generator)
+    targets[0, :2] = IGNORED
+    return logits, targets
+
+
+def by_hand(logits: Tensor, targets: Tensor) -> Tensor:
+    """-log softmax at the target, in fp64."""
+    chances = logits.detach().double()[..., :SIZE].softmax(-1)
+    own = chances.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    return torch.where(targets == IGNORED, 0.0, -own.log()).flatten()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_loss_and_its_gradient(counter: CompileCounterWithBackend, compiled: bool) -> None:
+    """Under autocast, for several steps; it is compiled once."""
+    for step in range(3):
+        logits, targets = drawn(step)
+        with torch.autocast("cpu", torch.bfloat16):
+            each = token_losses(logits, targets, SIZE, compiled=compiled)
+            mean = token_losses(logits, targets, SIZE, "mean", compiled)
+        assert each.dtype == mean.dtype == torch.float32
+        torch.testing.assert_close(each.double(), by_hand(logits, targets))
+        torch.testing.assert_close(mean, each.sum() / (targets != IGNORED).sum())
+        mean.backward()
+        assert logits.grad is not None and not logits.grad[..., SIZE:].any()
+        chances = logits.detach().float()[..., :SIZE].softmax(-1)
+        chosen = F.one_hot(targets.clamp(min=0), SIZE)
+        wanted = (chances - chosen) * (targets != IGNORED)[..., None] / 8
+        torch.testing.assert_close(logits.grad[..., :SIZE], wanted.bfloat16())
+    assert counter.frame_count == (2 if compiled else 0)  # each, and the mean

@@ -13,7 +13,6 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import _symmetric_memory as symm_mem
 
-import tasks.moe.moe as task_module
 from co2.config import Strategy
 from co2.errors import ConfigError
 from tasks.moe.experts import EXPERTS as EXPERT_WEIGHTS
@@ -107,20 +105,6 @@ def test_a_shared_expert_sees_every_token() -> None:
     assert alone.sum() == TOKENS - made.routing.counts.sum()
 
 
-def test_experts_that_nobody_wants_have_gradients_of_zero() -> None:
-    """So that no worker waits for the gradient of one that its tokens do not use."""
-    made = layer(1)
-    with torch.no_grad():
-        made.gate.weight.zero_()
-        made.gate.weight[3, 0] = 100
-    x = tokens().abs()
-    made(x).sum().backward()
-    assert made.routing.counts.tolist() == [[0, 0, 0, TOKENS, 0]]
-    for weight in made.parameters():
-        assert weight.grad is not None
-    assert made.inner.grad[3].any() and not made.inner.grad[[0, 1, 2, 4]].any()
-
-
 def test_losses_of_the_gate() -> None:
     """Balance: 1 where all are alike, E where one has all. z: of logits that are all c, the square
     of c + log E."""
@@ -129,26 +113,12 @@ def test_losses_of_the_gate() -> None:
     alone = torch.zeros(8, 4)
     alone[:, 2] = 1
     assert balance_loss(alone, torch.tensor([0, 0, 8, 0])).item() == pytest.approx(4)
+    made = layer(1)
+    made(tokens())
+    assert torch.autograd.grad(made.losses[0], made.gate.weight)[0].any(), "the gate learns of it"
     assert z_loss(torch.full((8, 4), 1.5)).item() == pytest.approx((1.5 + math.log(4)) ** 2)
     with pytest.raises(ConfigError, match="active=9: must not be above the 8 experts of size=smok"):
         moe(Path("unused"), active=9)
-
-
-def test_the_balance_loss_balances() -> None:
-    """By gradient descent on the gate alone, from a gate that prefers one expert."""
-    made, x = layer(1), tokens() + 1
-    with torch.no_grad():
-        made.gate.weight[0] += 1
-    made(x)
-    before = made.routing.wanted.max()
-    assert before > TOKENS / 2
-    descent = torch.optim.SGD([made.gate.weight], lr=2.0)
-    for _ in range(100):
-        made(x)
-        descent.zero_grad()
-        made.losses[0].backward()
-        descent.step()
-    assert made.routing.wanted.max() < before / 2
 
 
 def test_autocast_leaves_the_gate_in_fp32() -> None:
@@ -274,8 +244,6 @@ def test_loss(task: MoE) -> None:
         balance, z = layer.losses
         expected = expected + 0.01 * balance + 0.001 * z
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    loss.backward()
-    assert all(weight.grad is not None for weight in model.parameters())
 
 
 @pytest.mark.parametrize("options", [{}, {"active": 1, "capacity": 1.25}, {"shared": True}])
@@ -302,9 +270,7 @@ NARROW, INNER = 3, 5
     ("config", "strategy", "interpreted", "refusal"),
     [
         (LOOP, Strategy.ep, False, None),
-        (GROUPED, Strategy.ddp, False, None),
         (GROUPED, Strategy.ep, False, "moe.kernel=grouped: needs all experts on each worker; "),
-        (FUSED, Strategy.ep, False, "moe.kernel=fused: needs all experts on each worker; with "),
         (FUSED, Strategy.zero3, False, "moe.kernel=fused: needs a CUDA device, and these "),
         (FUSED, Strategy.zero3, True, None),
         (SYMMETRIC, Strategy.ddp, False, None),  # where nothing is exchanged
@@ -327,29 +293,6 @@ def test_where_it_runs_without_a_gpu(
     assert {layer.kernel for layer in mixtures(model)} == {config.get("kernel", Kernel.loop)}
     with nullcontext() if refusal is None else pytest.raises(ConfigError, match=f"^{refusal}"):
         task.check_place(torch.device("cpu"), strategy)
-
-
-@pytest.mark.parametrize(
-    ("config", "refusal"),
-    [
-        (FUSED, "moe.kernel=fused: needs a GPU of compute capability 8.0 "),
-        (SYMMETRIC, "moe.exchange=symmetric: needs a PyTorch with NVSH"),
-        (GROUPED, "train.compile=true: this PyTorch compiles "),
-    ],
-)
-def test_what_a_gpu_or_its_pytorch_lacks(config: dict[str, Any], refusal: str) -> None:
-    """As if there were an old GPU, with a PyTorch without NVSHMEM that compiles grouped GEMMs in
-    bf16 alone, which shows before it knows that they take fp32."""
-    task = moe(Path("unused"), **config)
-    task.train.compile = config == GROUPED
-    old = {"get_device_capability": lambda _: (7, 5), "is_initialized": lambda: True}
-    with (
-        patch.multiple(torch.cuda, **old),
-        patch.object(task_module, "nvshmem_available", lambda: False),
-        patch.object(F, "grouped_mm", side_effect=RuntimeError("Expected inputs of BF16 type")),
-        pytest.raises(ConfigError, match=rf"^{refusal}"),
-    ):
-        task.check_place(torch.device("cuda"), Strategy.ep if config == SYMMETRIC else Strategy.ddp)
 
 
 @replicas()
@@ -430,12 +373,10 @@ def combine(rows: Tensor, out: Tensor, sources: Tensor, places: Tensor, group_na
 
 
 @contextmanager
-def kernels() -> Iterator[list[tuple[int, ...]]]:
-    """With the two kernels, and memory that is as symmetric. Yields the shapes of what is made."""
-    made: list[tuple[int, ...]] = []
+def kernels() -> Iterator[None]:
+    """With the two kernels, and memory that is as symmetric."""
 
     def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        made.append(shape)
         new = torch.empty(*shape, dtype=dtype, device=device)
         return new.fill_(torch.nan) if dtype.is_floating_point else new.fill_(-(10**9))
 
@@ -446,9 +387,9 @@ def kernels() -> Iterator[list[tuple[int, ...]]]:
         patch.setattr(symm_mem, "empty", empty)
         patch.setattr(symm_mem, "rendezvous", lambda tensor, group: None)
         patch.setattr(symm_mem, "get_backend", lambda device: None)
-        patch.setattr(symm_mem, "set_backend", lambda name: made.clear())
+        patch.setattr(symm_mem, "set_backend", lambda name: None)
         try:
-            yield made
+            yield
         finally:
             library._destroy()
 
@@ -510,33 +451,11 @@ def test_symmetric_memory_equals_tiles(rank: int, world: int, experts: int) -> N
             assert totals.bytes_sent == other.totals().comm.bytes_sent
 
 
-@replicas(2)
-def test_layers_share_the_memory(rank: int) -> None:
-    """Two layers of a model compute as in tiles, in memory that is made once for both."""
-    found = []
-    with kernels() as made:
-        for exchange in (Exchange.tiled, Exchange.symmetric):
-            torch.manual_seed(0)
-            shape = (8, 16, 4, 2, None, False, (0.5, 0.5), 0.0)
-            layers = [Experts(*shape, exchange=exchange) for _ in range(2)]
-            for one in layers:
-                one.divide(dist.group.WORLD)
-            numbers = torch.Generator().manual_seed(rank)
-            for _ in range(3):
-                out = layers[1](layers[0](torch.randn(12, 8, generator=numbers)))
-            found.append(out.detach())
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-    assert len(made) % 9 == 0 and len(made) <= 18, "all of it at once, and at most once more"
-
-
-@pytest.mark.parametrize(
-    ("workers", "experts", "line"),
-    [
-        (32, 64, "mesh.replica_size=32: moe.exchange=symmetric serves at most 16 workers; use til"),
-        (2, 64, "moe.exchange=symmetric: a worker would have 32 experts, at most 16 can be served"),
-    ],
-)
-def test_what_the_kernels_cannot_serve(workers: int, experts: int, line: str) -> None:
+def test_what_the_kernels_cannot_serve() -> None:
     check_numbers(16, 256)
-    with pytest.raises(ConfigError, match=f"^{re.escape(line)}"):
-        check_numbers(workers, experts)
+    for workers, experts, line in (
+        (32, 64, "mesh.replica_size=32: moe.exchange=symmetric serves at most 16 workers; "),
+        (2, 64, "moe.exchange=symmetric: a worker would have 32 experts, at most 16 can be"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(line)}"):
+            check_numbers(workers, experts)

@@ -86,9 +86,7 @@ def test_pictures_and_labels_are_those_of_torchvision(copy: Path) -> None:
     ("data", "says"),
     [
         (lambda whole: b"", "is no picture"),
-        (lambda whole: whole[:-60], "is damaged (image file is truncated"),
         (lambda whole: whole[:-2], "is damaged (image file is truncated"),
-        (lambda whole: b"\x89PNG\r\n\x1a\n" + bytes(20), "is no picture"),
         (None, "cannot be read (No such file"),
     ],
 )
@@ -112,9 +110,7 @@ def emptied(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "spoil", "line"),
     [
-        ("", shutil.rmtree, "no such folder"),
         ("val", shutil.rmtree, "has no folder val; a folder of pictures needs"),
-        ("train", emptied, "train holds no folder; a folder of pictures needs"),
         ("val/red", shutil.rmtree, "val has no folder red, which train has"),
         ("val/new", Path.mkdir, "train has no folder new, which val has"),
         ("train/red", emptied, "train/red holds no picture (.jpg, .jpeg"),
@@ -232,10 +228,6 @@ def test_rand_augment_is_timms(photo: torch.Tensor) -> None:
     same = sum(torch.equal(image, photo) for image, _ in images) / len(images)
     # (1/2)² = 0.25 where neither is applied, and a few operations that change nothing.
     assert 0.2 < same < 0.4
-    _, strongest, _ = rand_augment(10, 60)  # which would leave a poster no bit
-    for n in range(400):
-        with seeded(n):
-            assert strongest(picture).size == (90, 60)
 
 
 def test_erasing(photo: torch.Tensor) -> None:
@@ -291,9 +283,7 @@ def test_sizes() -> None:
     assert num_parameters("resnet50", size=resnet50.Size.full, depth=18, **LARGE) == 11_689_512
     assert num_parameters("vit", size=vit.Size.base, **LARGE) == 86_567_656
     assert num_parameters("vit", size=vit.Size.small, **LARGE) == 22_050_664
-    assert 0.68e6 < num_parameters("resnet50") < 0.74e6
     assert num_parameters("resnet50", depth=18) == num_parameters("resnet50")  # smoke, for both
-    assert 0.33e6 < num_parameters("vit") < 0.37e6
 
 
 def test_resnet_starts_as_goyals() -> None:
@@ -308,13 +298,11 @@ def test_resnet_starts_as_goyals() -> None:
 
 
 def test_vit_spares_positions_and_class_token() -> None:
-    own = task("vit", drop_path=0.3)
+    own = task("vit")
     model = own.model()
     spared = {id(weight) for weight in own.optimizer(model).param_groups[1]["params"]}
     assert {id(model.pos_embed), id(model.cls_token)} <= spared
     assert id(model.patch_embed.proj.weight) not in spared
-    rates = [m.drop_prob for m in model.modules() if type(m).__name__ == "DropPath"]
-    assert max(rates) == pytest.approx(0.3)
 
 
 def test_repeats_of_a_picture_differ(folder: Path) -> None:
@@ -388,5 +376,3 @@ def test_what_cannot_be_used(tmp_path: Path) -> None:
     tree(tmp_path / "imagenet", train=2, val=1)
     line = refusal(lambda: own.setup(1))
     assert "holds 3 classes instead of 1000; " in line and " --check " in line
-    assert refusal(lambda: task("resnet50", eval_resize=27)).startswith("eval_resize=27: ")
-    assert refusal(lambda: task("vit", image_size=15)).startswith("image_size=15: ")

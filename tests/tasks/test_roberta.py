@@ -5,8 +5,6 @@ What all tasks must do is in test_contract.py.
 """
 
 import math
-import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from scipy.stats import chisquare
 from tokenizers import Tokenizer
 
 from co2.app.export import once
-from co2.task import FineTuning
 from tasks import GLUE, RoBERTa
 from tasks.glue import passages
 from tasks.glue.examples import Examples, fitted
@@ -36,14 +33,11 @@ from tasks.text.text import windows
 from tests.tasks import small_glue
 from tests.tasks.build import (
     built,
-    gpt2,
     mesh,
     num_parameters,
-    refusal,
     roberta,
     sampler,
     text_of,
-    used,
 )
 from tests.tasks.conftest import story
 
@@ -76,7 +70,7 @@ def test_a_window_loses_just_the_chosen_places() -> None:
     assert len(drawn) > 300 and drawn.min() >= 4 and drawn.max() < WORDS.mask
 
 
-@pytest.mark.parametrize("masking", [Masking(), Masking(0.4, 0.5, 0.3), Masking(0.2, 1.0, 0.0)])
+@pytest.mark.parametrize("masking", [Masking(), Masking(0.4, 0.5, 0.3)])
 def test_the_shares_are_those_of_the_recipe(masking: Masking) -> None:
     """Within four standard deviations of a binomial."""
     given = rows(4000)
@@ -90,13 +84,11 @@ def test_the_shares_are_those_of_the_recipe(masking: Masking) -> None:
     kinds = ((masking.masked, is_mask), (rest, is_same), (masking.random, is_random))
     for share, kind in kinds:
         # One random token in 995 is the token itself.
-        error = 4 * math.sqrt(abs(share * (1 - share)) / number)
-        assert abs(kind.mean() - share) <= error + 4e-4 * masking.random + 1e-12
+        error = 4 * math.sqrt(share * (1 - share) / number)
+        assert abs(kind.mean() - share) <= error + 4e-4 * masking.random
     # Random tokens are uniform over the ordinary ones, and places over the window.
-    if masking.random:
-        drawn = shown[is_random]
-        often = np.bincount(drawn, minlength=WORDS.size)[4 : WORDS.mask]
-        assert chisquare(often).pvalue > 1e-3
+    often = np.bincount(shown[is_random], minlength=WORDS.size)[4 : WORDS.mask]
+    assert chisquare(often).pvalue > 1e-3
     often = np.bincount(places.ravel(), minlength=100)[1:-1]
     expected = number / 98
     assert abs(often - expected).max() < 6 * math.sqrt(expected)
@@ -152,9 +144,6 @@ def test_ids_are_laid_out_as_roberta_does(task: RoBERTa) -> None:
     assert roberta_ids(text_of(task), False).max() == task.vocabulary.mask - 1
     assert task.vocabulary.size == 304
     assert separator in tokens[-1:]  # the document's end is there to be mapped
-    other = gpt2(task.data.root, task.data.path, context=32, vocab_size=300, num_workers=1)
-    assert text_of(other).folder == text_of(task).folder
-    assert other.fingerprint() == task.fingerprint()
 
 
 def test_masks_are_as_configured(root: Path, text_file: Path) -> None:
@@ -163,9 +152,6 @@ def test_masks_are_as_configured(root: Path, text_file: Path) -> None:
     seen, places, targets = next(task.batches(mesh(), 0))
     assert places.shape == (4, 14) and (targets != IGNORED).all()
     assert (seen.gather(1, places) == task.vocabulary.mask).all()
-    kept = small(root, text_file, mask_share=0.4, mask_masked=0.0, mask_random=0.0)
-    seen, places, targets = next(kept.batches(mesh(), 0))
-    assert torch.equal(seen.gather(1, places), targets)
 
 
 def test_pre_norm(root: Path, text_file: Path, tmp_path: Path) -> None:
@@ -233,36 +219,14 @@ def test_evaluation_is_the_mean_over_all_windows(root: Path, text_file: Path) ->
     assert task.baselines() == {"unigram_entropy": pytest.approx(entropy)}
 
 
-def kept(root: Path, tokens: list[int], vocab_size: int = 50265, separator: int = 2) -> None:
-    """A store at the place of wikibooks."""
-    parts = {part: [np.array(tokens, np.uint16)] for part in store.PARTS}
-    store.create(root / "wikibooks", parts, vocab_size, separator, {})
-
-
 def test_wikibooks_keeps_its_ids(tmp_path: Path) -> None:
-    kept(tmp_path, [*range(1000, 1015), 2] * 20)
+    tokens = np.array([*range(1000, 1015), 2] * 20, np.uint16)
+    store.create(tmp_path / "wikibooks", {part: [tokens] for part in store.PARTS}, 50265, 2, {})
     task = roberta(tmp_path, corpus=CorpusName.wikibooks, context=34, num_workers=1)
     seen, places, targets = next(task.batches(mesh(), 0))
     assert seen.scatter(1, places, targets)[0].tolist() == [0, *([*range(1000, 1015), 2] * 2), 2]
     assert task.vocabulary.mask == 50264 and (targets != 2).all()
     assert task.fingerprint()["data"] == "wikibooks"
-
-
-@pytest.mark.parametrize(
-    ("tokens", "of", "says"),
-    [
-        ([1000, 2] * 100, {"separator": 50256}, "end with 50256, RoBERTa's with 2"),
-        ([2] * 200, {}, "train.bin holds separators and no text"),
-        ([1000, 2] * 10, {}, "one window of roberta.context=34 needs 32"),
-        ([1000, 60001] * 100, {}, "train.bin holds token 60001, the vocabulary ends at 50265"),
-    ],
-)
-def test_a_store_that_cannot_be_used(tmp_path: Path, tokens: list[int], of, says: str) -> None:
-    kept(tmp_path, tokens, **of)
-    task = roberta(tmp_path, corpus=CorpusName.wikibooks, context=34)
-    line = refusal(lambda: used(task))
-    assert line.startswith("data.root=" if 60001 in tokens else "roberta.corpus=wikibooks: ")
-    assert says in line
 
 
 glue = partial(built, "glue", context=34, vocab_size=300)
@@ -363,10 +327,9 @@ def test_adjoining(root: Path, text_file: Path) -> None:
     assert task.baselines() == {"majority_accuracy": 0.5}
 
 
-@pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("name", ["cola", "mnli", "stsb"])
-def test_examples_are_the_tables(tmp_path: Path, text_file: Path, name: str, saved: bool) -> None:
-    small_glue.write(tmp_path / "glue", (name,), saved)
+def test_examples_are_the_tables(tmp_path: Path, text_file: Path, name: str) -> None:
+    small_glue.write(tmp_path / "glue", (name,), saved=name == "mnli")
     task = glue(tmp_path, text_file, name=Name(name), num_workers=1)
     columns = GLUE_TASKS[name].columns
     for part, splits in (("train", ("train",)), ("val", GLUE_TASKS[name].validation)):
@@ -387,8 +350,6 @@ def test_every_task_of_glue(tmp_path: Path, text_file: Path, name: str) -> None:
     small_glue.write(tmp_path / "glue", (name,))
     task = glue(tmp_path, text_file, name=Name(name), num_workers=1)
     model, found = task.model(), examples(task)["val"]
-    loss = task.loss(model, next(task.batches(mesh(), 0)))
-    assert loss.shape == () and loss.dtype == torch.float32
     rows = found.rows(np.arange(len(found)), roberta_ids(text_of(task), False), task.length)
     tokens, labels = torch.from_numpy(rows), torch.from_numpy(found.labels)
     with torch.no_grad():
@@ -421,31 +382,6 @@ def test_samples_shorter_than_the_context(root: Path, text_file: Path) -> None:
         assert torch.allclose(model(padded), model(tokens), atol=1e-6)
 
 
-def test_values_that_cannot_be(root: Path, text_file: Path, tmp_path: Path) -> None:
-    for wrong in ({"length": 7}, {"length": 35}, {"context": 6}):
-        line = refusal(lambda: GLUE.Config(**{"context": 34, **wrong}))  # noqa: B023
-        assert line.partition("=")[0] in wrong
-    line = refusal(lambda: RoBERTa.Config(mask_masked=0.8, mask_random=0.3))
-    assert line.startswith("mask_random=")
-    line = refusal(lambda: glue(root, text_file).setup(1))
-    assert line.endswith("use glue.name=adjoin"), "topics are those of files"
-    kept(tmp_path, [*range(1000, 1015), 2] * 20)
-    line = refusal(lambda: glue(tmp_path, corpus=CorpusName.wikibooks).setup(1))
-    assert line.startswith("glue.corpus=wikibooks: glue.name=topic is made")
-
-
-@pytest.mark.parametrize("pre_norm", [False, True])
-def test_the_encoder_is_that_of_roberta(root: Path, text_file: Path, pre_norm: bool) -> None:
-    task = adjoin(root, text_file, pre_norm=pre_norm)
-    classes = task.model().state_dict()
-    masks = small(root, text_file, pre_norm=pre_norm).model().state_dict()
-    both = classes.keys() & masks.keys()
-    assert both and all(classes[name].shape == masks[name].shape for name in both)
-    rest = classes.keys() ^ masks.keys()
-    assert rest and all(name.startswith(GLUE.heads) for name in rest)
-    assert isinstance(task, FineTuning)
-
-
 def test_objections(root: Path, text_file: Path, folder: Path) -> None:
     task = adjoin(root, text_file)
     data = task.fingerprint()["text"]
@@ -454,26 +390,7 @@ def test_objections(root: Path, text_file: Path, folder: Path) -> None:
     assert task.objection(run, data) is None
     assert task.objection({"task": "glue", "glue": shape}, {"text": data}) is None
     assert "task=gpt2" in str(task.objection({"task": "gpt2"}, data))
-    for key, value in (("size", "base"), ("context", 32), ("vocab_size", 512)):
-        other = {"task": "roberta", "roberta": {**shape, key: value}}
-        assert f"roberta.{key}={value}" in str(task.objection(other, data))
+    other = {"task": "roberta", "roberta": {**shape, "vocab_size": 512}}
+    assert "roberta.vocab_size=512" in str(task.objection(other, data))
     elsewhere = glue(root, folder, num_workers=1)
     assert "vocabulary" in str(task.objection(run, elsewhere.fingerprint()["text"]))
-
-
-@pytest.mark.parametrize(
-    ("says", "spoil"),
-    [
-        ("has no split train", shutil.rmtree),
-        ("has no split validation", lambda there: [p.unlink() for p in there.glob("val*")]),
-        ("validation cannot", lambda there: [p.write_bytes(b"") for p in there.glob("val*")]),
-    ],
-)
-def test_tables_that_cannot_be_used(
-    tmp_path: Path, text_file: Path, says: str, spoil: Callable[[Path], object]
-) -> None:
-    """What a table holds is in tests/cli/test_bad_data.py."""
-    spoil(small_glue.write(tmp_path / "glue", ("rte",)) / "rte")
-    line = refusal(lambda: glue(tmp_path, text_file, name=Name.rte).setup(1))
-    assert line.startswith("glue.name=rte: ") and says in line
-    assert f"python -m tasks.prepare glue --root {tmp_path}" in line

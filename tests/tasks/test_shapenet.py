@@ -118,15 +118,6 @@ def test_chamfer_of_a_set_and_itself_is_exactly_0() -> None:
     assert chamfer(a.float(), b.float()).tolist() == pytest.approx(exact.tolist(), rel=1e-5)
 
 
-def test_gradients_of_chamfer() -> None:
-    a = cloud(2, 5, dtype=torch.float64).requires_grad_()
-    b = cloud(2, 4, seed=1, dtype=torch.float64).requires_grad_()
-    assert torch.autograd.gradcheck(chamfer, (a, b))
-    twins = torch.zeros(1, 2, 3, dtype=torch.float64, requires_grad=True)
-    chamfer(twins, torch.ones(1, 1, 3, dtype=torch.float64)).sum().backward()
-    assert torch.equal(twins.grad[0, 0], twins.grad[0, 1])  # a tie is shared
-
-
 SMALL = {"points": 32, "groups": 8, "group_size": 8, "eval_samples": 70, "svm_samples": 100}
 ready = partial(built, "shapenet", num_workers=1, optim=OptimConfig(lr=2e-3), **SMALL)
 
@@ -184,15 +175,6 @@ def test_the_model_sees_the_visible_patches_only() -> None:
     ((patches_given, centres_given),) = calls
     assert torch.equal(patches_given, seen)
     assert torch.equal(centres_given, taken(centres, orders[:, :4]))
-
-
-def test_the_loss_is_the_chamfer_distance_of_the_hidden_patches() -> None:
-    task = ready()
-    model, batch = task.model(), next(task.batches(mesh(), 0))
-    drawn, hidden = model(*batch, task.num_visible)
-    pairs = [chamfer(drawn[b, g], hidden[b, g]) for b in range(4) for g in range(4)]
-    loss = task.loss(model, batch)
-    assert loss.item() == pytest.approx(torch.stack(pairs).mean().item(), rel=1e-5)
 
 
 def judged(task: ShapeNet, model: nn.Module) -> tuple[dict[str, float], torch.Tensor, torch.Tensor]:
@@ -275,7 +257,6 @@ def test_a_damaged_modelnet40(tmp_path: Path, folder: Path) -> None:
     for spoil, says in (
         (file.unlink, "modelnet40_train.txt names it"),
         (lambda: names.write_text("flat\n"), "night_stand_00010 is of no category"),
-        (names.unlink, "cannot be read"),
     ):
         spoil()
         line = refusal(lambda: ready(path=folder, modelnet40=str(there)))
@@ -319,12 +300,8 @@ FIRST = "shapenet_pc/02690156-train0-a.npy"
     ("file", "change", "says"),
     [
         (FIRST, Path.unlink, "is missing; "),
-        ("ShapeNet-55/train.txt", Path.unlink, "is missing"),
-        ("ShapeNet-55/test.txt", lambda p: p.write_text("\n"), "names no cloud"),
         ("ShapeNet-55/test.txt", lambda p: p.write_text("a-b.npy\n../x-y.npy"), "line 2 is not"),
-        ("ShapeNet-55/train.txt", lambda p: p.write_bytes(b"\xff\xfe"), "cannot be read"),
         ("ShapeNet-55/train.txt", lambda p: p.write_text("02690156-train0-a.npy"), "no cloud of "),
-        ("", shutil.rmtree, "no such folder"),
     ],
 )
 def test_bad_lists_are_refused_at_once(
@@ -342,9 +319,7 @@ def test_bad_lists_are_refused_at_once(
         (np.where(np.arange(120) == 7, np.inf, 1.0 * np.arange(120)).reshape(40, 3), "infinity"),
         (np.zeros((31, 3)), "holds 31 points, 32 are needed"),
         (np.zeros((40, 2)), "has the shape [40, 2]"),
-        (np.zeros(40), "has the shape [40]"),
         (np.ones((40, 3)), "all its points are the same"),
-        (np.array([["a"] * 3] * 40), "one array of numbers"),
         (None, "is not an .npy file"),
     ],
 )
@@ -357,16 +332,3 @@ def test_a_damaged_cloud_is_named_when_it_is_met(
     line = refusal(lambda: used(task))
     assert line.startswith(f"data.path={folder}/shapenet_pc/0269") and says in line
     assert "-test" in refusal(lambda: task.evaluate(nn.Linear(1, 1)))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"groups": 33},
-        {"group_size": 33},
-        {"mask_ratio": 0.1},
-        {"modelnet40": "there", "objective": Objective.classification},
-    ],
-)
-def test_values_that_do_not_fit_together(wrong: dict[str, Any]) -> None:
-    assert refusal(lambda: ShapeNet.Config(**(SMALL | wrong))).partition("=")[0] in wrong

@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,9 +63,6 @@ PICTURE = b"\x89PNG\r\n\x1a\n\xff\xff" * 50
 @pytest.mark.parametrize(
     ("name", "files", "says"),
     [
-        ("nowhere", {}, "no such file or folder"),
-        ("text.txt", {"text.txt": b""}, "the file is empty"),
-        (".", {"text.txt": b""}, "the folder holds no text"),
         ("text.txt", {"text.txt": b" \n\t" * 5000}, "holds no text"),
         ("text.txt", {"text.txt": b"text\0text" * 500}, "NUL byte at 4"),
         ("text.txt", {"text.txt": "straße".encode("latin-1")}, "no UTF-8 text (byte 4"),
@@ -228,39 +223,3 @@ def test_a_second_writer_leaves_the_first_one_s_store(tmp_path: Path) -> None:
         stores.create(tmp_path / "t", parts(1), 300, 0, {})
     assert (tmp_path / "t" / "thesis.tex").read_text() == "years of work"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s", "t"]
-
-
-def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
-    def breaks():
-        yield np.ones(5)
-        raise RuntimeError("the text ends here")
-
-    with pytest.raises(RuntimeError, match="ends here"):
-        stores.create(tmp_path / "s", {"train": breaks(), "val": []}, 300, 0, {})
-    assert list(tmp_path.iterdir()) == []
-
-
-PREPARE = """
-import sys
-from pathlib import Path
-from tasks.shared import progress
-from tasks.shared.corpus import user_corpus
-from tasks.text.text import Window, prepared
-progress._LONG = 0  # so that the little text here is worth a line
-window = Window("gpt2.context", 16, 17)
-store = prepared(user_corpus(sys.argv[1]), 300, window, Path(sys.argv[2]))
-print(store.count("train"))
-"""
-
-
-def test_two_processes_at_once(tmp_path: Path, text_file: Path) -> None:
-    command = [sys.executable, "-c", PREPARE, str(text_file), str(tmp_path)]
-    pipe = subprocess.PIPE
-    both = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) for _ in range(2)]
-    outputs = [process.communicate(timeout=300) for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
-    assert outputs[0][0] == outputs[1][0] != ""
-    told = "".join(errors for _, errors in outputs)
-    assert told.count("learning a vocabulary") == 1  # the other one waited for it
-    (folder,) = (tmp_path / "text").iterdir()
-    assert open_store(folder) is not None
