@@ -2,13 +2,17 @@
 
 The site has the layout of the repository, so that a link is the same in both. A linked file that
 is neither a page nor a picture becomes a page with its text, and a linked folder one that lists it.
-The page of the API is made of what `co2` offers, and the report of the committed values.
+The page of the API is made of what `co2` offers, that of the keys of what configurations declare,
+and the report of the committed values.
 """
 
+import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from enum import Enum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,8 +21,14 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import co2
+from co2.app.help import sentences
+from co2.app.schema import PLAIN, schema
+from co2.config import NODES, Config
+from co2.limits import limits, words
+from co2.methods import METHODS
 from recipes.registry import RECIPES
 from recipes.tables.render import render
+from tasks import TASKS
 
 ROOT = Path(__file__).resolve().parent.parent
 AS_THEY_ARE = (".css", ".md", ".png", ".svg")
@@ -32,6 +42,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted(_shown() | {ROOT / "docs/site.css"}):
         shown.append(_file(path, config))
     shown.append(File.generated(config, "reference.md", content=_reference()))
+    shown.append(File.generated(config, "keys.md", content=_keys()))
     shown.append(File.generated(config, "results/report.html", content=_report()))
     return shown
 
@@ -105,6 +116,29 @@ def _reference() -> str:
         text += f"\n{_shown_as(f'{method.__module__}.{method.__qualname__}.Config', 'settings')}"
     for title, names in parts.items():
         text += f"\n## {title}\n" + "".join(f"\n::: {name}\n" for name in names)
+    return text
+
+
+def _keys() -> str:
+    """The page of all keys of a configuration, which their dataclasses declare."""
+    kinds = dict(NODES)
+    kinds |= {name: schema(kind) for own in (TASKS, METHODS) for name, kind in own.items()}
+    text = (
+        "# Configuration keys\n\n`python train.py KEY=VALUE`. The values of a recipe are those of "
+        "its files in `conf`; `--help` shows them, and what stands here without one.\n"
+    )
+    for node, kind in {"": Config, **kinds}.items():
+        hints = PLAIN if not node else limits(kind)
+        if hints:
+            text += f"\n## {node or 'the run'}\n\n| key | default | type | |\n|---|---|---|---|\n"
+        defaults, meanings = {f.name: f for f in fields(kind)}, sentences(kind)
+        for name, hint in hints.items():
+            field = defaults[name]
+            made = None if field.default_factory is MISSING else field.default_factory()
+            value = made if field.default is MISSING else field.default
+            told = value.value if isinstance(value, Enum) else value
+            cells = f"{node}.{name}".strip("."), json.dumps(told), words(hint), meanings.get(name, "")
+            text += "| `{}` | `{}` | {} | {} |\n".format(*(c.replace("|", "\\|") for c in cells))
     return text
 
 

@@ -85,6 +85,12 @@ def test_the_api_is_there(site: Path) -> None:
         assert name in text
 
 
+def test_every_key_is_there(site: Path) -> None:
+    text = re.sub(r"<[^>]+>", "", (site / "keys.html").read_text())
+    for key in ("train.steps", "co2.tau", "gpt2.size", "launch.workers", "comm.dtype", "tag"):
+        assert f"\n{key}\n" in text, key
+
+
 def test_the_report_is_there(site: Path) -> None:
     """With the committed values, whether or not `make report` has run here."""
     assert "results/report.html" in Links(site / "index.html").targets
