@@ -13,7 +13,7 @@ import yaml
 
 from co2.atomic import require_writable
 from co2.catalogue import CATALOGUE
-from co2.config import NODES, Config, Resume, Schedule
+from co2.config import NODES, Config, Resume, Schedule, Strategy
 from co2.errors import ConfigError
 from co2.record.files import CHECKPOINT_FORMAT, DAMAGE, saved_steps, unreadable
 from co2.record.metrics import Summary, flat
@@ -107,6 +107,8 @@ def check_folder(
         now, why = here.get(key), ""
         free = _is_free(key) or (config.launch.elastic and key.startswith("launch."))
         free |= key == "launch.workers" and others and _goes_on_with_others(config)
+        if key in ("mesh.replica_size", "mesh.strategy") and not as_it_is:
+            free |= others and _regroups(kept, config)
         free |= key == "train.accumulate" and config.train.global_batch is not None
         if free or then == now:
             continue
@@ -115,6 +117,8 @@ def check_folder(
             why = _objection_to_more_steps(config, folder, then)
             if not why:
                 continue
+        if key == "mesh.replica_size" and _in_parts(kept, config):
+            why = ", whose workers hold parts of the weights"
         hint = f"{os.path.relpath(folder)} holds a run with {key}={then}{why}; {_OTHERWISE}"
         raise ConfigError(key, now, hint)
 
@@ -209,6 +213,21 @@ def _goes_on_with_others(config: Config) -> bool:
     """Whether a run of this method can go on with another number of workers."""
     known = CATALOGUE.get(config.method)
     return known is not None and known.any_number
+
+
+def _regroups(kept: Mapping[str, Any], config: Config) -> bool:
+    """Whether a run goes on with another number of workers in a replica: all hold whole weights."""
+    return (
+        kept.get("mesh.replica_size", 1) != config.mesh.replica_size
+        and not _in_parts(kept, config)
+        and _goes_on_with_others(config)
+    )
+
+
+def _in_parts(kept: Mapping[str, Any], config: Config) -> bool:
+    """Whether workers of a replica held parts of the weights, or would hold them now."""
+    whole = (Strategy.ddp.value, Strategy.zero1.value)
+    return not {kept.get("mesh.strategy", whole[0]), config.mesh.strategy.value}.issubset(whole)
 
 
 def _objection_to_more_steps(config: Config, folder: Path, then: int) -> str:

@@ -224,9 +224,9 @@ class Checkpoints:
         if refused is not None:
             raise refused
         for step in there:
-            files, fault = self._together(partial(self._checked, step))
-            if files is not None and not fault:
-                state, fault = self._together(partial(self._read, files))
+            found, fault = self._together(partial(self._checked, step))
+            if found is not None and not fault:
+                state, fault = self._together(partial(self._read, *found))
                 if state is not None and not fault:
                     if self.rank == 0:
                         for bad in unusable:
@@ -387,9 +387,10 @@ class Checkpoints:
             raise next(filter(None, refusals))
         return found, next(filter(None, faults), "")
 
-    def _checked(self, step: int) -> dict[str, Path]:
-        """The files of a checkpoint by their names. Each worker takes the checksums of some, so
-        that whatever any of them reads is sound. Raises errors of many kinds."""
+    def _checked(self, step: int) -> tuple[dict[str, Path], int]:
+        """The files of a checkpoint by their names, and how many workers had a replica. Each worker
+        takes the checksums of some, so that whatever any of them reads is sound. Raises errors of
+        many kinds."""
         folder = self._path(step)
         try:
             folder.lstat()
@@ -401,22 +402,31 @@ class Checkpoints:
         if manifest["step"] != step:
             raise _Unusable(f"is damaged (it is of step {manifest['step']})")
         files = {name: self._inside(folder / name) for name in sums}
+        size = max(1, sum(name.startswith("replica_0/") for name in files))
         there = sum(not name.startswith(_EQUAL) for name in files)
-        if world != there:
+        if world != there or world % size:
             text = f"is damaged (saved by {world} workers, of whom {there} have a file)"
             raise _Unusable(text)
         for rank in range(self.rank, world, self.world):  # itself, if as many as now have saved
-            for name in (_own(rank, self.mesh.replica_size), _equal(rank, self.mesh.replica_size)):
+            for name in (_own(rank, size), _equal(rank, size)):
                 self._at = folder / name
                 if name in files and _sha256(files[name]) != sums[name]:
                     raise _Unusable(f"is damaged ({name}: checksum differs)")
-        return files
+        return files, size
 
-    def _read(self, files: Mapping[str, Path]) -> dict[str, Any]:
+    def _read(self, files: Mapping[str, Path], size: int) -> dict[str, Any]:
         """This worker's state. Where its replica is new, or others are lost, the replica begins
         from the mean of what all have had for themselves; what has none is replica 0's, or as it
-        was. Raises errors of many kinds."""
-        size, place = self.mesh.replica_size, self.mesh.rank_in_replica
+        was.
+
+        Args:
+            files: by their names.
+            size: how many workers had a replica. Where that is another number now, all held whole
+                weights.
+        Raises:
+            errors of many kinds.
+        """
+        place = self.mesh.rank_in_replica if self.mesh.rank_in_replica < size else 0
         own, equal = (
             [files.get(name(rank, size)) for rank in range(len(files))] for name in (_own, _equal)
         )
@@ -427,7 +437,7 @@ class Checkpoints:
         averaged = {all_of[replica]: all_of for all_of in held if mean}
         parts = [[held[k][replica], *filter(None, equal[k::size])] for k in range(size)]
         (self._at, *_) = mine = parts.pop(place)
-        state = state_file.read(mine, parts, averaged)
+        state = state_file.read(mine, parts, averaged, size != self.mesh.replica_size)
         if not isinstance(state, dict):
             raise _Unusable(f"is damaged ({_own(replica * size + place, size)} holds no state)")
         if name := state_file.not_finite(state):

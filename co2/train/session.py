@@ -229,6 +229,7 @@ class Session:
             REPLICA: self.shared.state(whole),
             "model": own_buffers(self.module),
             "workers": self.run.mesh.num_workers,
+            "replicas": self.run.mesh.num_replicas,
             METHOD: self.run.method.state_dict(arriving),
             "random": random_states(),
             **values(self._kept),
@@ -277,17 +278,20 @@ class Session:
             return
         _, state = found
         self._rehearse()
-        text, saved_by = "", state["workers"]
-        if self.run.mesh.num_workers != saved_by:
+        text, saved_by, replicas = "", state["workers"], state["replicas"]
+        others = self.run.mesh.num_replicas != replicas
+        if self.run.mesh.num_workers != saved_by or others:
             state[METHOD].pop("owner", None)  # it may be another's
         self.load(state)
         if self.run.mesh.worker < saved_by:
             restore_random_states(state["random"])
+        if others:
+            told = self._others(replicas)
+            self.run.record.tell_replicas(told)
+            text = f", with {told}"
         if self.run.mesh.num_workers != saved_by:
             self.samples.regroup(saved_by)
-            others = self._others(saved_by // self.run.mesh.replica_size)
-            self.run.record.tell_replicas(others)
-            text = f", with {others}{self.samples.compared(saved_by)}"
+            text += self.samples.compared(saved_by)
         steps = self.run.config.train.steps
         self.run.console.print_line(f"resumed at step {self.step} of {steps}{text}")
 

@@ -269,6 +269,7 @@ def read(
     files: Sequence[Path],
     others: Sequence[Sequence[Path]] = (),
     averaged: Mapping[Path, Sequence[Path]] | None = None,
+    other_size: bool = False,
 ) -> Any:
     """Return the state of a worker, in the host's memory. Raises errors of many kinds.
 
@@ -279,6 +280,8 @@ def read(
             does not hold.
         averaged: of a worker's own file, those of its counterparts in all replicas, itself too:
             their mean takes the place of each tensor of real numbers that all of them have.
+        other_size: whether the replica had another number of workers: the inner state is that of
+            all of them.
     """
     fellows = averaged or {}
     with ExitStack() as stack:
@@ -294,7 +297,11 @@ def read(
                 raise KeyError(name)
             return there
 
-        return rebuilt(held[0]().values(), tensor)
+        values = held[0]().values()
+        for opened in held[1:] if other_size else ():
+            for key, inner in opened().values()[REPLICA]["optimizer"]["state"].items():
+                values[REPLICA]["optimizer"]["state"].setdefault(key, inner)
+        return rebuilt(values, tensor)
 
 
 class _Held:

@@ -242,6 +242,7 @@ class ReplicaState:
                 key: _like(value, self.params[name]) for key, value in fields.items()
             }
             for name, fields in state["optimizer"]["state"].items()
+            if self.params[name] in numbers  # with zero1 others hold the rest
         }
         self.inner.load_state_dict(packed)
 

@@ -26,8 +26,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from co2.comm.background_mean import Arriving, BackgroundMean
-from co2.comm.collectives import gathered
+from co2.comm.collectives import gathered, local
 from co2.comm.mesh import Mesh
+from co2.config import Strategy
 from co2.errors import PREEMPTED, ConfigError
 from co2.methods import METHODS
 from co2.randomness import random_states, restore_random_states
@@ -37,7 +38,7 @@ from co2.train.session import Session
 from co2.train.state_file import ELSEWHERE, REPLICA, Equal, HostCopy, Split, split
 from tasks.toy import CLASSES
 from tests.cli.harness import Run, metrics, pooled, stopped_after, weights
-from tests.grids import nonempty
+from tests.grids import grid, nonempty
 from tests.methods.driver import overrides
 from tests.workers import Pool, replicas
 
@@ -821,9 +822,11 @@ def comparing(some: bool) -> Iterator[None]:
 
     def save(session: Session) -> None:
         leaves = tree_leaves(session.state())
-        own = [one.tensor.clone() for one in leaves if isinstance(one, Equal)]
+        own = [local(one.tensor).clone() for one in leaves if isinstance(one, Equal)]
         compared.append(len(own))
-        for other in gathered(own, session.run.control):
+        mesh = session.run.mesh
+        counterparts = slice(mesh.rank_in_replica, None, mesh.replica_size)
+        for other in nonempty(gathered(own, session.run.control)[counterparts]):
             assert all(map(torch.equal, own, other)) and len(own) == len(other)
 
     with patch.object(Session, "save", save):
@@ -837,6 +840,29 @@ def test_what_a_method_calls_equal_is(workers: Pool, tmp_path: Path, name: str) 
     words = (f"method={name}", *overrides(name), "train.steps=9", "checkpoint.every=1")
     told = {"setup": comparing, "setup_arguments": (name not in ("noloco", "zero_one_adam"),)}
     run = pooled(workers, 3, *words, "train.ema_decay=0.9", runs=tmp_path, **told)
+    assert run.status == 0, run.err
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    grid(
+        [
+            (name, one)
+            for name in ("allreduce", "co2_keep")
+            for one in Strategy
+            if one.value != "ep"
+        ],
+        lambda case: case == ("allreduce", Strategy.zero3),
+    ),
+)
+def test_what_workers_of_a_replica_call_equal_is(
+    workers: Pool, tmp_path: Path, name: str, strategy: Strategy
+) -> None:
+    """Each worker's own part is that of its counterparts."""
+    mesh = ("mesh.replica_size=2", f"mesh.strategy={strategy.value}", "optim.name=adamw")
+    words = (f"method={name}", *overrides(name), *mesh, "train.steps=6", "checkpoint.every=1")
+    told = {"setup": comparing, "setup_arguments": (True,)}
+    run = pooled(workers, 4, *words, "train.ema_decay=0.9", runs=tmp_path, **told)
     assert run.status == 0, run.err
 
 

@@ -131,6 +131,80 @@ def test_the_batch_of_the_whole_run_stays(workers: Pool, tmp_path: Path) -> None
     assert "on 16 samples a step, before 16" in run.out
 
 
+def mesh(size: int, strategy: str) -> tuple[str, str]:
+    return f"mesh.replica_size={size}", f"mesh.strategy={strategy}"
+
+
+@contextmanager
+def begun_with(folder: Path) -> Iterator[None]:
+    """Setup: every worker writes down what it holds once it has loaded."""
+    original = Session.load
+
+    def load(self: Session, state: dict[str, Any]) -> None:
+        original(self, state)
+        kept = self.run.method.state_dict()["tensors"]
+        held = {"replica": self.shared.state(True), "method": kept}
+        torch.save(numbers(held), folder / f"held_{self.run.mesh.worker}")
+
+    with patch.object(Session, "load", load):
+        yield
+
+
+@pytest.mark.parametrize("name", ["co2", "allreduce"])
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ((4, 2, "ddp"), (4, 1, "ddp")),
+        ((4, 1, "ddp"), (4, 2, "zero1")),
+        ((4, 2, "zero1"), (4, 4, "zero1")),
+        ((2, 2, "zero1"), (4, 2, "zero1")),
+        ((2, 2, "zero1"), (3, 1, "ddp")),
+    ],
+)
+def test_another_size_of_replicas(
+    workers: Pool,
+    tmp_path: Path,
+    name: str,
+    before: tuple[int, int, str],
+    now: tuple[int, int, str],
+) -> None:
+    """Every worker has all that its replica begins from, of what it is to hold now."""
+    words = (*WORDS, f"method={name}", *overrides(name), "optim.name=adamw", "optim.lr=0.01")
+    stopped(workers, before[0], (*words, *mesh(*before[1:])), 7, tmp_path)
+    (folder,) = tmp_path.glob("toy/*/*/*/checkpoints/step_7")
+    replicas = []
+    for replica in range(before[0] // before[1]):
+        held: dict[str, Tensor] = {}
+        for worker in range(before[1]):
+            files = [files_of(folder, replica, n) for n in range(before[1])]
+            state = state_file.read(files.pop(worker), files)
+            own = {"replica": state["replica"], "method": state["method"]["tensors"]}
+            held = numbers(own) | held
+        replicas.append(held)
+    told = {"setup": begun_with, "setup_arguments": (tmp_path,)}
+    run = pooled(workers, now[0], *words, *mesh(*now[1:]), runs=tmp_path, **told)
+    assert run.status == 0, run.err
+    there, here, seen = len(replicas), now[0] // now[1], set()
+    for worker in range(now[0]):
+        replica = worker // now[1]
+        found = torch.load(tmp_path / f"held_{worker}", weights_only=True)
+        seen |= found.keys()
+        for key, value in nonempty(found.items()):
+            expected = sum(one[key].double() for one in replicas) / there
+            if here >= there and replica < there:
+                expected = replicas[replica][key]
+            assert torch.equal(value, expected.to(value.dtype)), key
+    assert seen == replicas[0].keys() and any("exp_avg_sq" in key for key in seen)
+
+
+def test_parts_of_weights_stay_with_their_workers(workers: Pool, tmp_path: Path) -> None:
+    words = (*WORDS, "method=co2", "co2.tau=3")
+    stopped(workers, 4, (*words, *mesh(2, "zero3")), 5, tmp_path)
+    says = r"^mesh\.replica_size=1: .*mesh\.replica_size=2, whose workers hold parts of the weights"
+    with pytest.raises(ConfigError, match=says):
+        configured(*words, "launch.workers=4", runs=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "own", "good"),
     grid(
