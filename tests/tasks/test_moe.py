@@ -273,7 +273,6 @@ NARROW, INNER = 3, 5
         (GROUPED, Strategy.ep, False, "moe.kernel=grouped: needs all experts on each worker; "),
         (FUSED, Strategy.zero3, False, "moe.kernel=fused: needs a CUDA device, and these "),
         (FUSED, Strategy.zero3, True, None),
-        (SYMMETRIC, Strategy.ddp, False, None),  # where nothing is exchanged
         (SYMMETRIC, Strategy.ep, False, "moe.exchange=symmetric: needs CUDA devices, and "),
     ],
 )
