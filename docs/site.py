@@ -137,7 +137,8 @@ def _keys() -> str:
             made = None if field.default_factory is MISSING else field.default_factory()
             value = made if field.default is MISSING else field.default
             told = value.value if isinstance(value, Enum) else value
-            cells = f"{node}.{name}".strip("."), json.dumps(told), words(hint), meanings.get(name, "")
+            key, meaning = f"{node}.{name}".strip("."), meanings.get(name, "")
+            cells = key, json.dumps(told), words(hint), meaning
             text += "| `{}` | `{}` | {} | {} |\n".format(*(c.replace("|", "\\|") for c in cells))
     return text
 

@@ -89,24 +89,3 @@ def test_every_key_is_there(site: Path) -> None:
     text = re.sub(r"<[^>]+>", "", (site / "keys.html").read_text())
     for key in ("train.steps", "co2.tau", "gpt2.size", "launch.workers", "comm.dtype", "tag"):
         assert f"\n{key}\n" in text, key
-
-
-def test_the_report_is_there(site: Path) -> None:
-    """With the committed values, whether or not `make report` has run here."""
-    assert "results/report.html" in Links(site / "index.html").targets
-    report = site / "results" / "report.html"
-    assert "../index.html" in Links(report).targets
-    text = report.read_text()
-    assert "<svg" in text and '<section id="table1">\n<h3>Vision: loss (scale=smoke)' in text
-
-
-def test_a_lost_link_ends_the_build(tmp_path: Path) -> None:
-    for folder in ("docs", "results"):
-        (tmp_path / folder).mkdir()
-    for name in ("mkdocs.yml", "docs/site.py", "docs/site.css"):
-        (tmp_path / name).write_text((ROOT / name).read_text())
-    for page in PAGES:
-        (tmp_path / page.relative_to(ROOT)).write_text("# A page\n")
-    (tmp_path / "README.md").write_text("# Start\n\nA [page](docs/nothing.md).\n")
-    built = build(tmp_path / "site", tmp_path / "mkdocs.yml")
-    assert built.returncode != 0 and "docs/nothing.md" in built.stderr

@@ -1,27 +1,29 @@
 """Peers do what their names say: held against our methods, closed forms, and a simulation. They
-train the toy through train.py, stop, go on exactly, and leave nothing behind."""
+train the toy through train.py, stop, go on exactly, and leave nothing behind. What a peer cannot do
+is one line, before any worker starts."""
 
 import json
 import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
 import co2
-from co2.comm import clocks
-from co2_measure.peers import PEERS, known_methods
+from co2.errors import ConfigError
+from co2.start import launch, placement
+from co2_measure.lab.__main__ import main
+from co2_measure.peers import PEERS, base, known_methods
 from tests.cli.harness import (
     LIMIT_S,
     LINGER_S,
     alive,
     assert_same_run,
+    configured,
     folders,
     metrics,
     pooled,
@@ -160,34 +162,6 @@ def test_trains(name: str, tmp_path: Path) -> None:
     assert summary["overlap"] == 0
 
 
-@replicas(2)
-def test_waiting_is_exposed_and_copies_are_not(rank: int) -> None:
-    """In two rounds in which a mean takes 5 seconds, and an inner step and a copy 100."""
-    now = 0.0
-
-    def taking(seconds: float, act: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal now
-            now += seconds
-            return act(*args, **kwargs)
-
-        return call
-
-    net, inner = problem.build(rank, "sgd", torch.float32)
-    method = KNOWN["torch_post_local_sgd"](KNOWN["torch_post_local_sgd"].Config(tau=2))
-    method.prepare(net, inner, co2.Mesh.world())
-    inner.register_step_post_hook(taking(100, lambda *_: None))
-    with (
-        patch.object(clocks.time, "perf_counter", lambda: now),
-        patch.object(dist, "all_reduce", taking(5, dist.all_reduce)),
-        patch.object(torch, "cat", taking(100, torch.cat)),
-    ):
-        for step in range(4):
-            problem.backward(net, step, rank)
-            method.step()
-    assert method.stats().exposed_s == 10
-
-
 @pytest.mark.parametrize(
     "told_in",
     grid([7, 8], (7).__eq__),
@@ -213,3 +187,71 @@ def test_goes_on_exactly(workers: Pool, tmp_path: Path, name: str, told_in: int)
     again = pooled(workers, 2, *words, runs=tmp_path / "runs")
     assert again.status == 0 and "resumed at step" in again.out
     assert_same_run(whole.folder, again.folder)
+
+
+# Refusals.
+
+MISSING = "needs the extra 'peers': pip install -e '.[peers]'"
+FOREIGN = [name for name in PEERS if PEERS[name].package != "torch"]
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "find_spec", lambda name: None)
+
+
+@pytest.fixture
+def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "find_spec", lambda name: name)
+
+
+@pytest.mark.usefixtures("nothing_installed")
+@pytest.mark.parametrize("name", FOREIGN)
+def test_without_the_extra(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configured(f"method={name}", runs=tmp_path)
+    assert launch.refuse(caught.value) == 2
+    assert capsys.readouterr().err == f"error: method={name}: {MISSING}\n"
+    assert main(["--methods", f"none,{name}"]) == 2
+    assert capsys.readouterr().err == f"error: method={name}: {MISSING}\n"
+
+
+@pytest.mark.usefixtures("all_installed")
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("launch.workers=1", "launch.workers=1: "),
+        ("comm.dtype=bf16", "comm.dtype=bf16: "),
+        ("{name}.tau=0", "{name}.tau=0: "),
+        ("{name}.tua=3", "{name}.tua=3: unknown key; did you mean {name}.tau?"),
+        ("+co2.tau=3", "co2.tau=3"),
+    ],
+)
+def test_wrong_values(name: str, word: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configured(f"method={name}", word.format(name=name), runs=tmp_path)
+    assert str(caught.value).startswith(told.format(name=name))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("all_installed")
+def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(placement.torch.cuda, "device_count", lambda: 2)
+    words: tuple[str, ...] = ("method=torch_post_local_sgd",)
+    with pytest.raises(ConfigError, match=r"launch.backend=auto: .* use launch.backend=gloo"):
+        configured(*words, "launch.backend=auto", runs=tmp_path)
+    configured(*words, "launch.backend=gloo", runs=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "key"),
+    [
+        ("torchft_diloco", {"outer_lr": -1.0}, "outer_lr"),
+        ("fairscale_slowmo", {"outer_lr": 1.0, "outer_momentum": 0.0}, "outer_momentum"),
+    ],
+)
+def test_wrong_fields(name: str, fields: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PEERS[name].Config(**fields)
+    assert caught.value.key == key

@@ -3,7 +3,6 @@ finds, and values that are made once more."""
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +13,13 @@ from co2.errors import ConfigError
 from co2.program import python
 from co2.record import provenance
 from co2.record.folder import run_folder
-from co2.record.table import Table
 from recipes import __main__ as commands
 from recipes.recipe import Column, Recipe, Row
 from recipes.registry import RECIPES
-from recipes.runs import again, cells, fingerprints, measured
-from recipes.runs.cells import TrainCell, composed_config
+from recipes.runs import cells, fingerprints, measured
+from recipes.runs.cells import TrainCell
 from recipes.runs.check import check, hardware, summary
 from recipes.runs.collect import collect
-from recipes.tuning import tune
 from tests.cli.harness import contents
 from tests.recipes.trained import trained
 
@@ -84,8 +81,6 @@ def test_a_value_tells_what_it_was_trained_on(place: Path) -> None:
     ("own", "why"),
     [
         ({"data": "zz"}, "data zz, others aa1"),
-        ({"weights": "zz"}, "weights zz, others bb"),
-        ({"task": 0}, "task version 0, others 1"),
         ({"loss": 1.26}, "loss 1.26, others 1.25"),
     ],
 )
@@ -143,17 +138,12 @@ def test_a_column_is_made_anew_as_a_whole(place: Path, capsys: pytest.CaptureFix
     assert collect([RECIPE], Path("out"), "smoke") == (4, 0) and set(values().values()) == {3.0}
 
 
-@pytest.mark.parametrize("words", [["run", "table2"], ["tune", "toy", "co2"]])
 def test_a_dirty_tree_is_not_recorded(
-    place: Path,
-    words: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    words = ["run", "table2"]
     monkeypatch.setattr(provenance, "git", lambda: {"commit": "c" * 40, "dirty": True})
     monkeypatch.setattr(commands, "run", lambda *_: 0)
-    monkeypatch.setattr(cells, "run", lambda *_: {})
-    monkeypatch.setattr(tune, "_conclude", lambda *_: True)
     assert commands.main(words) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: git=dirty: ") and "give --dirty" in said
@@ -202,14 +192,12 @@ def test_good_values_pass(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "own", "why"),
     [
-        ("fingerprint", {"fingerprint": ""}, "no fingerprint"),
         ("fingerprint", {"fingerprint": TEXT.replace("aa", "zz")}, "data zz, others aa1"),
         (
             "fingerprint",
             {"fingerprint": TEXT.replace("aa", "aa1").replace("task 1", "task 9")},
             "task version 9, today 1",
         ),
-        ("commit", {"commit": "0123abc"}, "commit 0123abc is not in this repository"),
         ("commit", {"commit": f"{HEAD}-dirty"}, f"from a tree with changes ({HEAD}-dirty)"),
     ],
 )
@@ -225,97 +213,13 @@ def test_a_value_to_make_again(place: Path, kind: str, own: dict[str, str], why:
     assert summary([found, found]) == f"2 findings: 2 {kind}"
 
 
-WINNER = """# @package _global_
-# Written by: python -m recipes tune toy co2 --trials 2
-# Fingerprint: data aa weights bb task 1 method 1 loss 1.25
-optim:
-  lr: 0.05
-co2:
-  outer_lr: 0.7
-"""
-
-
-def trial(number: int, rung: int, loss: float, **own: str) -> dict[str, str]:
-    key = {"task": "toy", "method": "co2", "tau": "12", "average_moments": "", "scale": "smoke"}
-    settings = f"optim.lr=0.0{number} co2.outer_lr=0.7"
-    run = {"commit": HEAD, "fingerprint": TEXT, "settings": settings}
-    figures = {"trial": str(number), "rung": str(rung), "loss": str(loss)}
-    return {**dict.fromkeys(tune.FIELDS, ""), **key, **run, **figures, **own}
-
-
-def write_search(*more: dict[str, str], winner: str = WINNER) -> None:
-    folder = cells.APP.conf / "tuned"
-    for task in folder.glob("*/"):
-        shutil.rmtree(task)
-    (folder / "toy").mkdir()
-    (folder / "toy" / "co2.yaml").write_text(winner)
-    lines = [trial(4, 15, 3.0), trial(5, 15, 2.0), trial(5, 60, 1.0), trial(4, 60, 2.0)]
-    Table.of_records([*lines, *more], tune.FIELDS).write_csv(Path("out/tuning.csv"))
-
-
-@pytest.fixture
-def conf(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(cells.APP.conf, place / "conf")
-    monkeypatch.setattr(cells, "APP", replace(cells.APP, conf=place / "conf"))
-    composed_config.cache_clear()
-
-
-@in_a_repository
-@pytest.mark.parametrize(
-    ("old", "new", "line"),
-    [
-        ("Written by", "By hand, after", "winner: {}: written by hand; again: {}"),
-        (
-            "0.05",
-            "0.04",
-            "winner: {}: not the winner of its search, optim.lr=0.05 co2.outer_lr=0.7;",
-        ),
-        ("toy co2", "toy slowmo", "winner: {}: results/tuning.csv has no trials of it; again: {}"),
-        (
-            "optim:",
-            "# Nothing was tried beyond the winner's co2.outer_lr.\noptim:",
-            "border: {}: co2.outer_lr at the border of a space that was not widened; again: {}",
-        ),
-        ("data aa weights bb task 1 method 1 loss 1.25", "unknown", "fingerprint: {}: no finger"),
-        ("method 1", "method 0", "fingerprint: {}: tuned on other versions than today's; again"),
-    ],
-)
-def test_a_winner_to_tune_again(conf: None, old: str, new: str, line: str) -> None:
-    write_search()
-    assert check([], Path("out"), "smoke") == []
-    write_search(winner=WINNER.replace(old, new))
-    (found,) = check([], Path("out"), "smoke")
-    python_m = f"{python()} -m recipes tune toy "
-    assert str(found).startswith(line.format("conf/tuned/toy/co2.yaml", python_m))
-
-
-@in_a_repository
-def test_searches_to_make_again(conf: None) -> None:
-    """With fewer trials than others, of a commit that is not here, or of other data."""
-    slow = {"method": "slowmo"}
-    small = trial(4, 15, 3.0, **slow)
-    others = [trial(n, 15, 3.0, method="diloco") for n in (4, 5)]
-    write_search(small, *others)
-    (found,) = check([], Path("out"), "smoke")
-    assert str(found).startswith("trials: tuning toy slowmo τ=12: 1 short trials, other searches 2")
-    write_search(small, trial(5, 15, 3.0, **slow, commit="0123abc"), *others)
-    (found,) = check([], Path("out"), "smoke")
-    assert str(found).startswith("commit: tuning toy slowmo τ=12: 1 trials commit 0123abc is not")
-    bad = trial(5, 15, 3.0, **slow, fingerprint=TEXT.replace("aa", "zz"))
-    write_search(small, bad, *others)
-    (found,) = check([], Path("out"), "smoke")
-    assert str(found).startswith("fingerprint: tuning toy slowmo τ=12: data zz, others aa; again")
-    assert str(found).endswith(" -m recipes tune toy slowmo --trials 2")
-
-
 AGAIN = ("again", "small", "--out", "out", "--cells")
 SHORT = ("task=toy", "train.steps=4", "train.eval_every=4", "checkpoint.every=0")
 AGAIN_COLUMNS = (
     Column("toy", SHORT, "final.loss", curve=False),
     Column("speed", SHORT, "throughput", curve=False),
-    Column("started", (*SHORT, "init_from=elsewhere"), "final.loss", curve=False),
 )
-AGAIN_RECIPE = Recipe("small", "Small", "Text.", ROWS, AGAIN_COLUMNS[:2], seeds=(0, 1, 2))
+AGAIN_RECIPE = Recipe("small", "Small", "Text.", ROWS, AGAIN_COLUMNS, seeds=(0, 1, 2))
 
 
 def write_runs(wanted: Iterable[TrainCell]) -> dict[TrainCell, int]:
@@ -400,25 +304,9 @@ def test_how_much_a_value_may_differ(recorded: Path, capsys: pytest.CaptureFixtu
     assert out.endswith("4 of 6 values come out again\n")
 
 
-def test_draws_repeat(recorded: Path) -> None:
-    def names(seed: int) -> list[str]:
-        drawn = again.draw([AGAIN_RECIPE], Path("out"), "smoke", 2, seed, Path("runs"))
-        return [one.cell.command for one in drawn]
-
-    assert names(0) == names(0) and len({*names(0)}) == 2
-    assert len({tuple(names(seed)) for seed in range(9)}) > 1
-    started = Recipe("small", "Small", "Text.", ROWS, AGAIN_COLUMNS[2:])
-    write_runs(cell for *_, cell in started.cells("smoke") if isinstance(cell, TrainCell))
-    assert collect([started], Path("out"), "smoke") == (6, 0)
-    assert not again.draw([started], Path("out"), "smoke", 2, 0, Path("runs"))
-
-
 def test_a_training_that_fails_is_told(
     recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cells, "run", lambda wanted: {})
     assert commands.main([*AGAIN, "1"]) == 1
     assert "| failed |" in capsys.readouterr().out
-    assert commands.main(["again", "small", "--out", "none"]) == 2
-    assert "has no value of train.py at scale=smoke to make again" in capsys.readouterr().err
-    assert commands.main(["again", "small", "--cells", "0"]) == 2

@@ -14,7 +14,7 @@ from co2.errors import DIVERGED, ConfigError
 from co2.record.folder import run_folder
 from recipes.faults import goodput
 from recipes.paper import table4, tau_sweep
-from recipes.recipe import Recipe, Row, Rows
+from recipes.recipe import Recipe, Row
 from recipes.runs import cells, functions, measured
 from recipes.runs.cells import TrainCell, composed_config, own_words, run
 from recipes.runs.collect import collect
@@ -392,15 +392,6 @@ BEGIN = {
 """Of some of their trials' names."""
 
 
-def lines(values: Mapping[tuple[str, str], tuple[float, ...]]) -> Rows:
-    """Rows of ours.csv by names of row and column, with a value for each seed."""
-    return [
-        {"row": row, "column": column, "seed": str(seed), "value": str(value)}
-        for (row, column), own in values.items()
-        for seed, value in enumerate(own)
-    ]
-
-
 def write_trials(trials: Recipe, losses: Mapping[str, float], begin: tuple[str, ...] = ()) -> None:
     """A value for every trial whose name begins so, or for all; 9 where none is given."""
     write_ours(
@@ -474,16 +465,6 @@ def test_a_tau_has_the_rate_of_the_nearest_that_was_tuned(place: Path) -> None:
     assert "co2.tau=12" in found and "optim.lr=8e-3" in found and "co2.tau=24" not in found
     assert "optim.lr=4e-3" in words(tau_sweep.RECIPE, f"{CO2}, τ = 192", "overlap, %")
     assert tau_sweep.RECIPE.undecided("smoke") == 2 * 17, "one row of CO2 alone is tuned"
-
-
-def test_an_ablation_has_one_rate_and_at_the_paper_s_scale_conf_s(place: Path) -> None:
-    write_trials(table4.RECIPE.trials, {"CO2, rate 8e-3": 3.0})
-    for row in table4.ROWS:
-        assert "optim.lr=8e-3" in words(table4.RECIPE, row.name, "GPT-2")
-    at_paper = words(table4.RECIPE, "CO2 without gap penalty", "GPT-2", "paper")
-    assert "co2.gap_penalty=none" in at_paper
-    assert not any(word.startswith("optim.lr=") for word in at_paper)
-    assert table4.RECIPE.undecided("paper") == 0
 
 
 @pytest.mark.parametrize("recipe", STUDIES.values(), ids=STUDIES)

@@ -6,21 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
-from co2.errors import ConfigError
-from co2.record.folder import plain
 from co2_measure.lab.training import TrialFailed
 from co2_measure.lab.trial import trial_folder
 from recipes.__main__ import main
-from recipes.paper import figure1, table3
+from recipes.paper import table3
 from recipes.recipe import Recipe
 from recipes.runs import laboratory, measured
 from recipes.runs.collect import collect
 from recipes.runs.laboratory import LabCell
 from recipes.studies import field, moe, time_to_loss
 from recipes.tables import shares
-from tests.engine.test_timeline import event, mark
 
 
 def write_run(of: LabCell, throughput: float) -> Path:
@@ -88,30 +84,6 @@ def test_values_are_of_runs(place: Path) -> None:
     )
 
 
-def test_a_training_with_other_settings_of_conf_is_another(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The command is the same; conf, which gives the rest of the settings, is not."""
-    column = "2 workers, 20 Mbit/s"
-    folder = write_run(cell(table3.RECIPE, "CO2, steady gap", column, 0), 9_000.0)
-    made = cell(table3.RECIPE, "CO2, steady gap", column, 0)
-    config = made.config()
-    (folder / "config.yaml").write_text(yaml.safe_dump(plain(config, 2)))
-    digest = made.digest
-    assert made.summary() is not None
-    assert collect([table3.RECIPE], place, "smoke") == (2, 0), "throughput, and waiting"
-    (place / "results").rename(place / "gone")
-    assert collect([table3.RECIPE], place, "smoke") == (0, 2), "as after a clone"
-
-    other = replace(config, method_config=replace(config.method_config, outer_lr=0.25))
-    monkeypatch.setattr(LabCell, "config", lambda _: other)
-    assert made.digest != digest
-    assert collect([table3.RECIPE], place, "smoke") == (0, 0)
-    (place / "gone").rename(place / "results")
-    with pytest.raises(ConfigError, match=r"co2\.outer_lr"):
-        made.summary()
-
-
 def test_methods_take_turns_within_a_repeat() -> None:
     """All of them on one kind of link before the next, all links before the next repeat."""
     every = [made for *_, made in table3.RECIPE.cells("smoke") if isinstance(made, LabCell)]
@@ -175,21 +147,6 @@ def test_a_failed_cell_does_not_lose_the_others(
     assert good.summary() is not None and "failed: a worker ended" in lines
     assert laboratory.run([bad, good], lines.append) == [bad]
     assert lines[-2].startswith("1 of 1"), "what has finished is not measured again"
-
-
-def test_the_timeline_is_drawn_from_traces_and_stays_where_there_are_none(place: Path) -> None:
-    stem = place / "figures" / "figure1"
-    assert list(figure1.draw([], stem)) == []
-    for row in figure1.RECIPE.rows:
-        folder = write_run(cell(figure1.RECIPE, row.name, "overlap, %", 0), 1.0)
-        events = [event("aten::mm", 0, 0.4), mark("gloo:all_reduce", 0.3, 0.6, "float")]
-        (folder / "trace").mkdir()
-        (folder / "trace" / "rank_0.json").write_text(json.dumps({"traceEvents": events}))
-    (path,) = figure1.draw([], stem)
-    drawn = path.read_text()
-    assert all(name in drawn for name in ("AllReduce", "Local SGD", "CO2", "stands still"))
-    (place / "results" / "runs").rename(place / "gone")
-    assert list(figure1.draw([], stem)) == [path] and path.read_text() == drawn
 
 
 def test_what_tokens_cost() -> None:

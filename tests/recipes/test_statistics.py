@@ -9,7 +9,6 @@ from scipy.stats import t, ttest_rel
 
 from recipes.tables import entries, equal_steps, pooled
 from recipes.tables.entries import Difference, Entry
-from tests.recipes.test_experiments import lines
 from tests.recipes.test_tables import TOP1, TOY
 
 FEW, MANY = (25, 100, 300, 1000), (25, 50, 100, 200, 300, 400, 600, 800, 1000, 2000, 3000)
@@ -107,7 +106,12 @@ def differences(values: dict[str, tuple[float, ...]]) -> dict[str, Difference]:
     """To AllReduce, by row."""
     column = type(TOP1)(LOSS, ("task=toy",), "final.loss", lower=True)
     recipe = type(TOY)("golden", "Golden", "", TOY.rows, (column,))
-    found = entries.entries(recipe, lines({(row, LOSS): v for row, v in values.items()}), "smoke")
+    lines = [
+        {"row": row, "column": LOSS, "seed": str(seed), "value": str(value)}
+        for row, own in values.items()
+        for seed, value in enumerate(own)
+    ]
+    found = entries.entries(recipe, lines, "smoke")
     return {e.row.name: e.to_first for e in found if e.to_first is not None}
 
 

@@ -5,9 +5,7 @@ import dataclasses
 import json
 import math
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -302,28 +300,6 @@ def test_trials_of_other_code_are_made_again(conf: Path, monkeypatch: pytest.Mon
     assert told == {"task 1 method 1"}
 
 
-def test_averaged_moments_are_tuned_apart(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are three times the bytes, so a method with them is another row of a table."""
-    trainer = Trainer(lambda cell: rate(cell) / (3 if "moments=true" in cell.command else 1))
-    monkeypatch.setattr(cells, "run", trainer)
-    shutil.rmtree(conf / "tuned" / "gpt2")
-    for moments in (False, True):
-        for tau in (None, 6):
-            tune_methods("gpt2", ["co2_keep"], 2, "smoke", tau, Path("results"), moments)
-    lines = read_csv(Path("results/tuning.csv"))
-    kinds = [(line["tau"], line["average_moments"]) for line in lines]
-    assert Counter(kinds) == dict.fromkeys(product(("12", "6"), ("", "true")), 4)
-    words = ("task=gpt2", "scale=smoke", "method=co2_keep", "tuned=true")
-    for tau, moments in product((12, 6), (False, True)):
-        told = (f"co2_keep.tau={tau}", f"co2_keep.average_moments={str(moments).lower()}")
-        name = f"co2_keep{'_tau6' if tau == 6 else ''}{'_average_moments' if moments else ''}.yaml"
-        best = yaml.safe_load((conf / "tuned/gpt2" / name).read_text())
-        config = cells.APP.config((*words, *told))
-        assert (config.method_config.tau, config.method_config.average_moments) == (tau, moments)
-        assert best["optim"]["lr"] == config.optim.lr
-        assert best["co2_keep"].keys() == {"keep_local", "momentum_weight"}
-
-
 def test_a_gap_penalty_is_tuned_apart(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The paper's gap and ours are two rows. What won when the gap was a knob is of one of them."""
     monkeypatch.setattr(cells, "run", Trainer(lambda c: rate(c) * (1 + ("aware " in c.command))))
@@ -374,31 +350,6 @@ def test_a_whole_search_trains(conf: Path, tmp_path: Path, monkeypatch: pytest.M
     assert best["settings"] == " ".join(f"{name}={value}" for name, value in flat.items())
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("tune", "name a task"),
-        ("tune toi", "task=toi: did you mean toy?"),
-        ("tune toy co2 --trials 0", "--trials=0: must be 1 or more"),
-        ("tune resnet50 desloc", "desloc"),
-        ("tune gpt2 slowmo --average-moments", "--average-moments=slowmo: averages no moments"),
-        ("tune gpt2 slowmo --gap-penalty none", "--gap-penalty=slowmo: has no gap penalty"),
-    ],
-)
-def test_what_cannot_be_tuned_is_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: str,
-    line: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(words.split()) == 2
-    error = capsys.readouterr().err
-    assert line in error and error.count("\n") == 1
-    assert not list(tmp_path.iterdir()), "nothing is written"
-
-
 WINNER = "# @package _global_\noptim:\n  lr: 0.05\nco2:\n  outer_momentum: 0.4\n  outer_lr: 0.7\n"
 
 
@@ -422,20 +373,6 @@ def test_tuned_settings_win_over_conf_and_lose_to_the_users(winner: Path) -> Non
     assert own.tag == "lr0.05-outer_lr0.7-outer_momentum0.1-steps9-tuned"
     winner.write_text(WINNER.replace("0.4", "0.6"))
     assert "outer_momentum0.6" in cells.APP.config(words).tag, "another winner is another run"
-
-
-@pytest.mark.parametrize(
-    ("words", "command"),
-    [
-        (("method=slowmo",), "tune toy slowmo"),
-        (("method=co2", "co2.tau=6"), "tune toy co2 --tau 6"),
-        (("method=co2", "co2.average_moments=true"), "tune toy co2 --average-moments"),
-    ],
-)
-def test_what_was_not_tuned_is_refused(winner: Path, words: tuple[str, ...], command: str) -> None:
-    """In one line that names task, method and the command that mends it; τ counts, too."""
-    with pytest.raises(ConfigError, match=f"^tuned=true: task=toy method=.*recipes {command}$"):
-        cells.APP.config((*TOY, *words, "tuned=true"))
 
 
 def test_a_recipe_may_ask_for_tuned_settings(winner: Path) -> None:
