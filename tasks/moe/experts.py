@@ -27,6 +27,7 @@ from torch._subclasses import FakeTensor
 
 from co2.errors import require
 from tasks.moe import mlp
+from tasks.moe.looped import looped
 from tasks.moe.mlp import Weights
 from tasks.moe.routing import Routing, route
 from tasks.moe.token_exchange import Traffic, bulk, tiled
@@ -145,7 +146,8 @@ class Experts(nn.Module):
                 exact = torch.promote_types(x.dtype, torch.float32)
                 logits = F.linear(tokens.to(exact), self.gate.weight.to(exact))
                 shares = logits.softmax(-1)
-                routing = route(shares, self.active, self.capacity, self.group)
+                fixed = torch.compiler.is_compiling() and self.kernel is Kernel.loop
+                routing = route(shares, self.active, self.capacity, self.group, fixed)
                 self._keep(logits, shares, routing)
             out = self._combined(self._computed(tokens, routing), routing, len(tokens))
         if self.shared is not None:
@@ -179,7 +181,9 @@ class Experts(nn.Module):
     def _computed(self, tokens: Tensor, routing: Routing) -> Tensor:
         """What the experts make of the tokens, [A, width], in the order of the assignments."""
         sent = tokens[routing.choice % len(tokens)]
-        if self.group is None and self.kernel is not Kernel.grouped:
+        compiling = torch.compiler.is_compiling()
+        alone = self.group is None and self.kernel is not Kernel.grouped
+        if alone and not compiling:
             return self._mlps(sent, self._counts(sent, routing))
         weights, device = self._weights, sent.device.type
         if torch.is_autocast_enabled(device):  # so that tokens travel as they are computed
@@ -187,6 +191,8 @@ class Experts(nn.Module):
             inner, inner_bias, outer, outer_bias = (weight.to(dtype) for weight in weights)
             sent, weights = sent.to(dtype), (inner, inner_bias, outer, outer_bias)
         with torch.autocast(device, enabled=False):
+            if alone:
+                return looped(sent, routing.counts[0], *weights)[1]
             if self.group is None:
                 return grouped(sent, routing.counts[0], weights)
             traffic = self.traffic if self.training else Traffic()

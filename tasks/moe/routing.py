@@ -25,7 +25,11 @@ class Routing:
 
 
 def route(
-    shares: Tensor, active: int, capacity: float | None, group: dist.ProcessGroup | None = None
+    shares: Tensor,
+    active: int,
+    capacity: float | None,
+    group: dist.ProcessGroup | None = None,
+    fixed: bool = False,
 ) -> Routing:
     """Choose experts. Collective in the group.
 
@@ -37,6 +41,7 @@ def route(
             that expert: second choices first, then those of later workers, then of later tokens.
             None: no limit.
         group: N workers that share the experts, each with T tokens; None: one.
+        fixed: no size may depend on the data: what is left out comes last, with a weight of 0.
     """
     num_tokens, num_experts = shares.shape
     weight, expert = shares.topk(active)
@@ -59,7 +64,11 @@ def route(
         # Among a worker's choices of one kind for one expert, earlier tokens have lower places.
         place = F.one_hot(chosen, num_experts).cumsum(1).gather(2, chosen[..., None])[..., 0] - 1
         kept = place < room[:, me].gather(1, chosen)
-        choice = choice[kept.flatten()[choice]]
+        if fixed:
+            choice = (chosen + num_experts * ~kept).flatten().argsort(stable=True)
+            weight = weight * kept.T
+        else:
+            choice = choice[kept.flatten()[choice]]
     return Routing(choice, weight.T.flatten()[choice], counts, wanted)
 
 

@@ -91,6 +91,43 @@ def test_equals_what_is_written_token_by_token(active: int, capacity: float | No
     assert made.routing.wanted.sum() == active * TOKENS
 
 
+@pytest.mark.parametrize(("bf16", "capacity"), [(False, 0.6), (True, None)])
+def test_compiled_code_computes_the_same_bits(bf16: bool, capacity: float | None) -> None:
+    """In one graph: values, losses and all gradients, of experts without tokens too. Under autocast
+    AOTAutograd makes the gate's own backward pass in bf16, so that its gradient and the part of it
+    in the tokens' are others."""
+    made = layer(2, capacity=capacity).float()
+    nn.init.zeros_(made.gate.weight)
+    nn.init.constant_(made.gate.weight[3], 1)
+    nn.init.constant_(made.gate.weight[2], 0.5)
+    weights = torch.randn(TOKENS, WIDTH)
+    found = []
+    for act in (made, torch.compile(made, backend="aot_eager", fullgraph=True)):
+        x = tokens().float().abs().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            out = act(x)
+        loss = (out * weights).sum() + sum(made.losses)
+        inputs = [*(getattr(made, name) for name in EXPERT_WEIGHTS), made.gate.weight, x]
+        values = (out, *made.losses, made.routing.counts)
+        found.append((*values, *torch.autograd.grad(loss, inputs)))
+    assert (found[0][3] == 0).sum() == 3
+    same = [torch.equal(one, other) for one, other in zip(*found, strict=True)]
+    assert all(same[:-2] if bf16 else same)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("capacity", [None, 0.6])
+def test_experts_do_not_break_the_graph(
+    root: Path, text_file: Path, capacity: float | None
+) -> None:
+    """Which how many tokens an expert has, or leaves out, would do in every layer."""
+    small = moe(root, text_file, context=8, vocab_size=300, layers=2, capacity=capacity)
+    torch._dynamo.reset()
+    found = torch._dynamo.explain(small.model())(torch.zeros(2, 8, dtype=torch.int64))
+    assert (found.graph_count, found.graph_break_count) == (1, 0)
+
+
 def test_a_shared_expert_sees_every_token() -> None:
     made, x = layer(1, shared=True, capacity=1e-9), tokens()
     nothing_else = made.shared(x)
