@@ -38,10 +38,10 @@ from torch.optim import Optimizer
 
 from co2.comm.codec import BITS
 from co2.comm.compressed_mean import CompressedMean
-from co2.comm.flat import FlatParams
 from co2.errors import require
 from co2.limits import Amount, Count, Decay, Limited, Share, Steps
 from co2.methods.base import BF16, ELASTIC, QUORUM, Method, synchronizing
+from co2.methods.shared.fragments import Fragment
 from co2.methods.shared.outer_step import nesterov
 
 
@@ -85,7 +85,7 @@ class StreamingDiLoCo(Method):
 
     def set_up(self) -> nn.Module:
         parts = strided(self.model, self.optimizer, self.config.fragments)
-        self.fragments = [Fragment(self, number, part) for number, part in enumerate(parts)]
+        self.fragments = [Streamed(self, number, part) for number, part in enumerate(parts)]
         return self.model
 
     def update(self) -> None:
@@ -112,23 +112,22 @@ class StreamingDiLoCo(Method):
         return self.config.tau
 
 
-class Fragment:
+class Streamed(Fragment):
     """Some of the layers, synchronized by a DiLoCo of their own."""
 
     def __init__(self, method: StreamingDiLoCo, number: int, params: list[Tensor]) -> None:
-        self.flat = flat = FlatParams(method.optimizer, method.comm.device, params)
+        super().__init__(method, f"{number}.", params)
         self.config = config = method.config
-        self.mean = method.new_mean(flat, f"{number}.buffer")
         self.exchange: CompressedMean | None = None
         if config.exchange != "full":
-            sizes = [param.numel() for param in flat.params]
+            sizes = [param.numel() for param in self.flat.params]
             bits = BITS[config.exchange]
             self.exchange = exchange = CompressedMean(sizes, method.mesh, self.mean, bits)
             for name, tensor in exchange.state_tensors().items():
                 saved = name not in exchange.messages()
-                method.hold(f"{number}.{name}", tensor, saved=saved)
-        self.outer = method.hold(f"{number}.outer", flat.copy(), replicated=True)
-        self.momentum = method.hold(f"{number}.momentum", flat.zeros(), replicated=True)
+                self.hold(name, tensor, saved=saved)
+        self.outer = self.hold("outer", self.flat.copy(), replicated=True)
+        self.momentum = self.hold("momentum", self.flat.zeros(), replicated=True)
         self.syncs_at = sync_step(number, config.tau, config.fragments)
         self.starts_at = (self.syncs_at - config.delay) % config.tau
 
