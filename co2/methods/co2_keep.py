@@ -79,7 +79,7 @@ class CO2Keep(LocalMethod):
                 require(self.delay <= tau, "delay", self.delay, hint)
             hint = f"averages whole rounds, and fragments is {self.fragments}; use false, or 1"
             good = not self.average_moments or self.fragments == 1
-            require(good, "average_moments", self.average_moments, hint)
+            require(good, "average_moments", "true", hint)
 
     def refusals(self) -> dict[str, str]:
         found = super().refusals()

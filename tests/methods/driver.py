@@ -132,6 +132,8 @@ _OTHERS: dict[str, list[dict[str, Any]]] = {
         {"fragments": 2, "delay": 2, "mixing": 0.5},
         {"fragments": 3, "delay": 2, "mixing": 0.25},
         {"tau": 5, "fragments": 3, "delay": 1},
+        {"tau": 5, "fragments": 2, "delay": None},
+        {"fragments": 1, "delay": None},
         {"exchange": "int8", "fragments": 1},
         {"exchange": "int4", "fragments": 3, "delay": 2},
     ],
