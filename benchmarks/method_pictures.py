@@ -6,8 +6,9 @@ simulator leaves out, is drawn from the equations.
 """
 
 import argparse
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -81,8 +82,8 @@ def simulated(method: str) -> Iterator[Span]:
         starts, number = following, number + 1
 
 
-def streaming() -> Iterator[Span]:
-    """Fragment p takes in, after steps (p + 1) τ/P modulo τ, the mean it started `DELAY` before."""
+def in_fragments(delay: int) -> Iterator[Span]:
+    """Fragment p takes in, after steps (p + 1) τ/P modulo τ, the mean it started `delay` before."""
     send_s = 8 * MODEL_BYTES / FRAGMENTS / NETWORK.link.rate_bits
     starts, sent_until, step = np.zeros(WORKERS), {0: 0.0}, 0
     while starts.min() < WINDOW_S:
@@ -96,11 +97,12 @@ def streaming() -> Iterator[Span]:
             for worker in range(WORKERS):
                 if starts[worker] > ends[worker]:
                     yield Span(worker, "wait", ends[worker], starts[worker])
-        if (step + DELAY) % (TAU // FRAGMENTS) == 0:
+        due, left = divmod(step + delay, TAU // FRAGMENTS)
+        if left == 0:
             begin = float(starts.max())
-            sent_until[step + DELAY] = begin + send_s
-            number, fragment = divmod((step + DELAY) // (TAU // FRAGMENTS) - 1, FRAGMENTS)
-            yield Span(2, "send", begin, begin + send_s, f"{number}{'ab'[fragment]}")
+            sent_until[step + delay] = begin + send_s
+            label = f"{(step - 1) // TAU}{'ab'[(due - 1) % FRAGMENTS]}"
+            yield Span(2, "send", begin, begin + send_s, label)
 
 
 def paired() -> Iterator[Span]:
@@ -166,8 +168,11 @@ def signs(method: str, exchanges: Collection[int], freeze: int = 0) -> Iterator[
         step += 1
 
 
-EQUATIONS = {
-    "streaming_diloco": streaming,
+FRAGMENTED = "_fragments"
+"""Ends the name of a picture of a method that has another one without fragments."""
+EQUATIONS: dict[str, Callable[[], Iterator[Span]]] = {
+    "streaming_diloco": partial(in_fragments, DELAY),
+    "co2_keep_fragments": partial(in_fragments, TAU // FRAGMENTS),
     "noloco": paired,
     "sparta": drawn,
     "desloc": desynced,

@@ -62,6 +62,7 @@ MORE = (
     ("toy", 2, (*CO2, "co2.clip=0.1", "co2.clip_mode=norm")),
     ("toy", 2, ("method=allreduce", "comm.dtype=bf16", "train.accumulate=2")),
     ("toy", 2, ("method=co2_keep", "co2_keep.tau=6", "co2_keep.delay=2")),
+    ("toy", 2, ("method=co2_keep", "co2_keep.tau=6", "co2_keep.fragments=3")),
     ("toy", 2, ("method=streaming_diloco", "streaming_diloco.exchange=int8")),
     ("toy", 4, (*CO2, "mesh.replica_size=2", "mesh.strategy=zero1")),
     ("toy", 4, (*CO2, "mesh.replica_size=2", "mesh.strategy=zero3")),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -51,6 +52,8 @@ class BackgroundMean:
         config: the size of a bucket, and whether bf16 travels: the buffer then has that type.
         dtype, device: those of the vector. In the host's memory gloo carries it, wherever the
             model is.
+        beside: a mean made before, whose process group serves this one too, so that no worker holds
+            connections more. The two may not be under way together. None: a group of its own.
     Raises:
         ConfigError: the vector is on a GPU, but the process group reaches only the host's memory.
     """
@@ -62,6 +65,7 @@ class BackgroundMean:
         config: CommConfig | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        beside: "BackgroundMean | None" = None,
     ) -> None:
         config = config or CommConfig()
         if config.dtype is Precision.bf16:
@@ -72,7 +76,7 @@ class BackgroundMean:
         self.is_equal = False
         """Whether what was started last gives all replicas the same bits, as a mean does. A
         sequence may leave each of them others."""
-        self._max_ctas = config.max_ctas
+        self._max_ctas, self._beside = config.max_ctas, beside
         self._make_group(mesh)
         hint = "the process group is gloo's, for host memory; use cpu, or a group with nccl"
         require(carries(self.group, self.buffer), "comm.device", config.device.name, hint)
@@ -87,6 +91,10 @@ class BackgroundMean:
     def _make_group(self, mesh: Mesh) -> None:
         """Make the process group of these replicas. Collective."""
         self.num_replicas = mesh.num_replicas
+        self.group: dist.ProcessGroup | None
+        if self._beside is not None:
+            self.group = self._beside.group
+            return
         backend = backend_of(self.buffer.device.type)
         self.group = mesh.new_group_across_replicas(backend, self._max_ctas)
 
@@ -228,11 +236,16 @@ class BackgroundMean:
 
 
 def new_mean(
-    numel: int, mesh: Mesh, config: CommConfig, dtype: torch.dtype, device: torch.device | str
+    numel: int,
+    mesh: Mesh,
+    config: CommConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    beside: BackgroundMean | None = None,
 ) -> BackgroundMean:
     """Make a mean for these replicas, which recovers if they may be lost. See `BackgroundMean`."""
     if mesh.elastic is None:
-        return BackgroundMean(numel, mesh, config, dtype, device)
-    mean = mesh.elastic.new_mean(numel, mesh, config, dtype, device)
+        return BackgroundMean(numel, mesh, config, dtype, device, beside)
+    mean = mesh.elastic.new_mean(numel, mesh, config, dtype, device, beside)
     assert isinstance(mean, BackgroundMean)
     return mean

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ class Elastic(Protocol):
         config: CommConfig,
         dtype: torch.dtype,
         device: torch.device | str,
+        beside: Any = None,  # a BackgroundMean, whose module imports this one
     ) -> object:
         """Make a `BackgroundMean` that recovers where a replica is lost."""
 

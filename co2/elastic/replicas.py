@@ -79,9 +79,10 @@ class Replicas:
         config: CommConfig,
         dtype: torch.dtype,
         device: torch.device | str,
+        beside: BackgroundMean | None = None,
     ) -> "RecoveringMean":
         """See co2/comm/background_mean.py."""
-        mean = RecoveringMean(self, numel, mesh, config, dtype, device)
+        mean = RecoveringMean(self, numel, mesh, config, dtype, device, beside)
         self._means.append(mean)
         self.on_change(mean.regroup)
         return mean
@@ -216,8 +217,9 @@ class RecoveringMean(BackgroundMean):
         config: CommConfig,
         dtype: torch.dtype,
         device: torch.device | str,
+        beside: BackgroundMean | None = None,
     ) -> None:
-        super().__init__(numel, mesh, config, dtype, device)
+        super().__init__(numel, mesh, config, dtype, device, beside)
         self._replicas, self._members = replicas, replicas.members
         self._sent = torch.empty_like(self.buffer)
         self._weights: Mapping[int, int] = {}

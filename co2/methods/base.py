@@ -230,11 +230,18 @@ class Method(Stateful):
         """Make what training needs, and return the module to train. `prepare` calls it last."""
         raise NotImplementedError
 
-    def new_mean(self, flat: FlatParams, name: str = "buffer", copies: int = 1) -> BackgroundMean:
+    def new_mean(
+        self,
+        flat: FlatParams,
+        name: str = "buffer",
+        copies: int = 1,
+        beside: BackgroundMean | None = None,
+    ) -> BackgroundMean:
         """Make one of `means`, whose buffer is as long as so many vectors, and is held by this
-        name."""
+        name. `beside`: see `BackgroundMean`."""
         numel = copies * flat.numel
-        return self.send_by(new_mean(numel, self.mesh, self.comm, flat.dtype, flat.device), name)
+        mean = new_mean(numel, self.mesh, self.comm, flat.dtype, flat.device, beside)
+        return self.send_by(mean, name)
 
     def send_by(self, mean: BackgroundMean, name: str = "buffer") -> BackgroundMean:
         """Make a mean one of `means`. These save their buffers, and only while they are in

@@ -14,23 +14,38 @@ with α = 1 for w = β. It is that of the first rounds with `blocking_share`. Ri
 end the consensus is c + mean_i p^i_t: all that is known and all that was trained. The mean of the
 x^i lacks what κ has cut.
 
+With `fragments` P the model is dealt to P fragments of near equal size (fragments.py). All of the
+above holds for each by itself. The round of fragment f is round(f τ/P) steps behind that of
+fragment 0, and its first one is shorter, but for fragment 0's. Without a `delay` its mean arrives
+as the next fragment's is sent: the same bytes are under way all the time, but one fragment at a
+time, and each mean is τ/P steps late instead of τ. Where an arrival and a start fall on one step,
+the arrival is first. The consensus is then at every step the sum of c, of the δ in flight, which is
+waited for and stays in flight, and of the mean of the steps since that was sent. Streaming DiLoCo
+(arXiv 2501.18512) has fragments, a delay, and a mixing of local and outer weights; it loses a share
+of the steps made under way, where here κ says how many show, and all of them count.
+
 Why κ is below 1: in a direction of such high curvature that `delay` steps undo a deviation from the
 optimum, q^i holds the same correction that the mean brings. With a delay of τ a replica's own
 deviation is then multiplied by −κ from round to round, and that of the replicas' mean by (1 − κ)^½:
 the former does not die out for κ = 1, the latter not for κ = 0, as in CO2. Both shrink fastest
-together at κ = 0.62. docs/co2_keep.md tells what else was tried.
+together at κ = 0.62. A delay of few steps undoes little, and κ may be 1. docs/co2_keep.md tells
+what else was tried.
 As in every method here the pseudo-gradient −p travels, and `momentum` holds −u.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from co2.errors import require
-from co2.limits import Amount, Decay, Share, Steps
-from co2.methods.base import synchronizing
-from co2.methods.shared.auto_tau import AUTO
+from co2.limits import Amount, Count, Decay, Share, Steps
+from co2.methods.base import QUORUM, synchronizing
+from co2.methods.shared.auto_tau import AUTO, START
+from co2.methods.shared.fragments import Fragment, dealt, offset
 from co2.methods.shared.local_method import LocalMethod
 from co2.methods.shared.rounds import AveragesMoments, LateRounds
 
@@ -40,8 +55,11 @@ class CO2Keep(LocalMethod):
 
     @dataclass
     class Config(AveragesMoments, LateRounds):
+        fragments: Count = 1
+        """P: parts that are sent one after the other, each τ/P steps late; at most τ, and at most
+        the number of tensors."""
         delay: Steps | None = None
-        """Inner steps that a collective may take without anybody waiting, at most τ; null: τ."""
+        """Inner steps that a collective may take without anybody waiting, at most τ; null: τ/P."""
         keep_local: Share = 0.5
         """κ: the share of the progress made while the mean was under way that is kept."""
         outer_momentum: Decay = 0.9
@@ -52,51 +70,147 @@ class CO2Keep(LocalMethod):
 
         def __post_init__(self) -> None:
             super().__post_init__()
+            tau = START if self.tau == AUTO else int(self.tau)
+            named = f"{tau} with tau=auto" if self.tau == AUTO else f"tau, which is {tau}"
+            require(self.fragments <= tau, "fragments", self.fragments, f"must be at most {named}")
             if self.delay is not None:
                 require(self.tau != AUTO, "delay", self.delay, "must be null with tau=auto")
                 hint = f"must be at most tau, which is {self.tau}; or null"
-                require(self.delay <= int(self.tau), "delay", self.delay, hint)
+                require(self.delay <= tau, "delay", self.delay, hint)
+            hint = f"averages whole rounds, and fragments is {self.fragments}; use false, or 1"
+            good = not self.average_moments or self.fragments == 1
+            require(good, "average_moments", "true", hint)
+
+    def refusals(self) -> dict[str, str]:
+        found = super().refusals()
+        if self.config.fragments > 1:
+            behind = "its fragments meet amid the round, when a slow replica is behind"
+            found[QUORUM] = f"{behind}; use null, or fragments=1"
+        return found
+
+    def make_vectors(self) -> None:
+        number, delay = self.config.fragments, self.config.delay
+        parts = [None] if number == 1 else dealt(self._trained(), number, "co2_keep.fragments")
+        one_at_a_time = delay is None or delay * number <= int(self.config.tau)
+        self.fragments: list[Kept] = []
+        for index, params in enumerate(parts):
+            prefix = "" if number == 1 else f"{index}."
+            beside = self.fragments[0].mean if one_at_a_time and self.fragments else None
+            self.fragments.append(Kept(self, prefix, params, beside))
+        # Of the whole model with P = 1, which alone has moments to average.
+        self.flat, self.mean = self.fragments[0].flat, self.fragments[0].mean
 
     def init_outer_state(self) -> None:
-        # The round's progress counts from here.
-        self.round_start = self.hold("start", self.flat.copy())
+        for fragment in self.fragments:
+            fragment.init_outer_state()
+
+    @property
+    def least_tau(self) -> int:
+        return self.config.fragments
+
+    @contextmanager
+    def live(self) -> Iterator[None]:
+        with ExitStack() as rounds:
+            for fragment in self.fragments:
+                rounds.enter_context(fragment.flat.round())
+            yield
+
+    def places(self) -> "list[tuple[Kept, int, int]]":
+        """Each fragment, and after which steps of a round, modulo τ, it is sent and its mean is
+        due. A delay of 0 is not due there, but at once."""
+        tau, number, delay = self.tau, self.config.fragments, self.config.delay
+        sent = [offset(index, tau, number) for index in range(number + 1)]
+        due = sent[1:] if delay is None else [begin + delay for begin in sent[:-1]]
+        times = zip(self.fragments, sent[:-1], due, strict=True)
+        return [(fragment, begin, end % tau) for fragment, begin, end in times]
+
+    def end_round(self) -> None:
+        self.exchange(0)
+
+    def amid_round(self) -> None:
+        place, places = self.steps - self.round_began, self.places()
+        if place > 0 and any(place in times for _, *times in places):
+            with synchronizing(), self.live():
+                self.exchange(place)
+        if self.config.delay == 0 or self.waits:
+            sent = [one for one, begin, _ in places if begin == place and one.mean.in_flight]
+            if sent:
+                with synchronizing(), self.live():
+                    self.arrive(sent)
+
+    def exchange(self, place: int) -> None:
+        """Take in what is due after so many steps of the round, then send what is to be sent."""
+        places = self.places()
+        # What is sent must have arrived, also if τ has changed since it was sent.
+        self.arrive([one for one, *times in places if place in times])
+        for fragment, begin, _ in places:
+            if begin == place:
+                fragment.send()
+
+    def arrive(self, fragments: "list[Kept]") -> None:
+        """Take in their means, if these are under way."""
+        for fragment in fragments:
+            fragment.arrive()
+        if self.moments is not None:
+            self.moments.arrive(self.steps)
+
+    def show_trained(self) -> None:
+        if self.config.fragments == 1:
+            super().show_trained()
+            return
+        with torch.no_grad(), self.live():
+            self.show_round_end()
+
+    def show_round_end(self) -> None:
+        for fragment in self.fragments:
+            fragment.show()
+
+    def scratch_tensors(self) -> list[Tensor]:
+        others = [one.flat.transfer.scratch_tensors() for one in self.fragments[1:]]
+        return [*super().scratch_tensors(), *chain.from_iterable(others)]
+
+    def first_means(self) -> dict[str, int]:
+        if self.auto is not None:
+            return {}
+        found, share = {}, self.blocking_share * (self.total_steps or 0)
+        for index, (_, begin, end) in enumerate(self.places()):
+            sent = begin or self.tau
+            at_once = self.config.delay == 0 or sent <= share
+            late = 0 if at_once else (end - begin) % self.tau or self.tau
+            found["weights" if len(self.fragments) == 1 else f"fragment {index}"] = sent + late
+        return found
+
+
+class Kept(Fragment):
+    """A fragment with a center of its own; with P = 1 the whole model.
+
+    Its progress counts from `start`: start − x is minus the sum of its own steps since it was sent.
+    """
+
+    def init_outer_state(self) -> None:
+        self.config: CO2Keep.Config = self.method.config
+        self.start = self.hold("start", self.flat.copy())
         self.center = self.hold("center", self.flat.copy(), replicated=True)
         self.momentum: Tensor | None = None
         if self.config.momentum_weight > 0:
             self.momentum = self.hold("momentum", self.flat.zeros(), replicated=True)
 
-    def update(self) -> None:
-        super().update()
-        delay = 0 if self.waits else self.config.delay
-        if self.mean.in_flight and self.steps - self.round_began == delay:
-            with synchronizing(), self.flat.round():
-                self.arrive()
-
-    def end_round(self) -> None:
-        self.arrive()  # with a delay of a whole round
+    def send(self) -> None:
+        """Start the mean δ of the own steps since the last one."""
         for chunk in self.flat.chunks:
-            start, buffer = chunk.of(self.round_start), chunk.of(self.mean.buffer)
+            start, buffer = chunk.of(self.start), chunk.of(self.mean.buffer)
             x = chunk.read()
-            torch.sub(start, x, out=buffer)  # −p^i_t
+            torch.sub(start, x, out=buffer)  # −p^i
             start.copy_(x)
         self.mean.start()
 
-    def show_round_end(self) -> None:
-        """Show c + δ_t, and wait for δ_t, unless it is in c already."""
-        if not self.mean.in_flight:
-            return
-        self.mean.peek()
-        for chunk in self.flat.chunks:
-            x = chunk.read()
-            chunk.write(torch.sub(chunk.of(self.center), chunk.of(self.mean.buffer), out=x))
-
     def arrive(self) -> None:
-        """Take δ_t, if it is under way: move the center by it, and the replica to the center."""
+        """Take δ, if it is under way: move the center by it, and the replica to the center."""
         beta, w = self.config.outer_momentum, self.config.momentum_weight
         mean = self.mean.wait()
         for chunk in self.flat.chunks if mean is not None else ():
             d, center = chunk.of(self.mean.buffer), chunk.of(self.center)
-            start = chunk.of(self.round_start)
+            start = chunk.of(self.start)
             center.sub_(d)
             if self.momentum is not None:
                 center.sub_(chunk.of(self.momentum).mul_(beta).add_(d), alpha=w)
@@ -105,9 +219,12 @@ class CO2Keep(LocalMethod):
             torch.sub(center, start, alpha=self.config.keep_local, out=x)
             chunk.write(x)
             start.add_(x)  # so that start − x is still −q^i
-        if self.moments is not None:
-            self.moments.arrive(self.steps)
 
-    @property
-    def first_mean(self) -> int:
-        return self.tau + (self.tau if self.config.delay is None else self.config.delay)
+    def show(self) -> None:
+        """Show c + δ + q^i. Waits for δ, unless it is in c already."""
+        if self.mean.in_flight:
+            self.mean.peek()
+        for chunk in self.flat.chunks:
+            x = chunk.read()
+            torch.sub(x, chunk.of(self.start), out=x).add_(chunk.of(self.center))  # c + q^i
+            chunk.write(x.sub_(chunk.of(self.mean.buffer)) if self.mean.in_flight else x)

@@ -38,10 +38,10 @@ from torch.optim import Optimizer
 
 from co2.comm.codec import BITS
 from co2.comm.compressed_mean import CompressedMean
-from co2.comm.flat import FlatParams
 from co2.errors import require
 from co2.limits import Amount, Count, Decay, Limited, Share, Steps
 from co2.methods.base import BF16, ELASTIC, OTHERS, QUORUM, Method, synchronizing
+from co2.methods.shared.fragments import Fragment
 from co2.methods.shared.outer_step import nesterov
 
 
@@ -54,8 +54,9 @@ class StreamingDiLoCo(Method):
         """Inner steps between two syncs of the same fragment. The paper: 30 to 100."""
         fragments: Count = 2
         """P, at most τ and at most the number of layers. The paper: 3 layers in each fragment."""
-        delay: Steps = 1
-        """Inner steps that a collective may take without anybody waiting; below τ."""
+        delay: Steps | None = 1
+        """Inner steps that a collective may take without anybody waiting; below τ. null: τ/P, from
+        the sync of the fragment before; with P = 1 τ − 1."""
         mixing: Share = 0.5
         """Share of the local weights in the weights after a sync. The paper: 0.5."""
         exchange: Literal["full", "int8", "int4"] = "full"
@@ -70,7 +71,7 @@ class StreamingDiLoCo(Method):
             hint = f"must be at most tau, which is {self.tau}"
             require(self.fragments <= self.tau, "fragments", self.fragments, hint)
             hint = f"must be below tau, which is {self.tau}"
-            require(self.delay < self.tau, "delay", self.delay, hint)
+            require(self.delay is None or self.delay < self.tau, "delay", self.delay, hint)
 
     def refusals(self) -> dict[str, str]:
         kind = self.config.exchange
@@ -86,7 +87,7 @@ class StreamingDiLoCo(Method):
 
     def set_up(self) -> nn.Module:
         parts = strided(self.model, self.optimizer, self.config.fragments)
-        self.fragments = [Fragment(self, number, part) for number, part in enumerate(parts)]
+        self.fragments = [Streamed(self, number, part) for number, part in enumerate(parts)]
         return self.model
 
     def update(self) -> None:
@@ -113,25 +114,27 @@ class StreamingDiLoCo(Method):
         return self.config.tau
 
 
-class Fragment:
+class Streamed(Fragment):
     """Some of the layers, synchronized by a DiLoCo of their own."""
 
     def __init__(self, method: StreamingDiLoCo, number: int, params: list[Tensor]) -> None:
-        self.flat = flat = FlatParams(method.optimizer, method.comm.device, params)
+        super().__init__(method, f"{number}.", params)
         self.config = config = method.config
-        self.mean = method.new_mean(flat, f"{number}.buffer")
         self.exchange: CompressedMean | None = None
         if config.exchange != "full":
-            sizes = [param.numel() for param in flat.params]
+            sizes = [param.numel() for param in self.flat.params]
             bits = BITS[config.exchange]
             self.exchange = exchange = CompressedMean(sizes, method.mesh, self.mean, bits)
             for name, tensor in exchange.state_tensors().items():
                 saved = name not in exchange.messages()
-                method.hold(f"{number}.{name}", tensor, saved=saved)
-        self.outer = method.hold(f"{number}.outer", flat.copy(), replicated=True)
-        self.momentum = method.hold(f"{number}.momentum", flat.zeros(), replicated=True)
-        self.syncs_at = sync_step(number, config.tau, config.fragments)
-        self.starts_at = (self.syncs_at - config.delay) % config.tau
+                self.hold(name, tensor, saved=saved)
+        self.outer = self.hold("outer", self.flat.copy(), replicated=True)
+        self.momentum = self.hold("momentum", self.flat.zeros(), replicated=True)
+        tau, fragments = config.tau, config.fragments
+        self.syncs_at = sync_step(number, tau, fragments)
+        apart = (self.syncs_at - sync_step(number - 1, tau, fragments)) % tau or tau
+        self.delay = min(apart, tau - 1) if config.delay is None else config.delay
+        self.starts_at = (self.syncs_at - self.delay) % tau
 
     def start(self) -> None:
         """Start the mean of θ − x^i."""
@@ -158,7 +161,7 @@ class Fragment:
     def first_sync(self) -> int:
         """The first step with a sync whose collective was started at step 1 or later."""
         first = self.syncs_at or self.config.tau
-        return first if first > self.config.delay else first + self.config.tau
+        return first if first > self.delay else first + self.config.tau
 
 
 def sync_step(number: int, tau: int, fragments: int) -> int:

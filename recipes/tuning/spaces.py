@@ -29,6 +29,8 @@ class Unit(Enum):
     """Shares of the run's steps, so that a short trial and a whole run mean the same."""
     rounds = "rounds"
     """Multiples of τ."""
+    parts = "parts"
+    """Parts of a round, of which each has a step at least: at most τ."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
         # Ours: docs/co2_keep.md has why κ lies near 0.62. β is conf's.
         Knob("keep_local", (0.25, 0.38, 0.5, 0.62, 0.75, 0.87, 1.0), high=1.0),
         Knob("momentum_weight", (0.0, 0.1, 0.15, 0.2, 0.3)),
+        # Each takes τ/P steps for its mean, and all are as well hidden.
+        Knob("fragments", (1, 4, 12), low=1, high=12, unit=Unit.parts),
     ),
     "sparseloco": (
         # SparseLoCo (2508.15706): density 0.01 to 0.03; its public code: α = 1, decay 0.95.
@@ -145,14 +149,20 @@ class Space:
     """conf's own values."""
 
     @classmethod
-    def of(cls, config: Config) -> "Space":
-        """The space around a configuration as conf has it, with conf's own τ."""
+    def of(cls, config: Config, moments: bool = False) -> "Space":
+        """The space around a configuration as conf has it, with conf's own τ.
+
+        Args:
+            moments: whether inner moments are averaged, which fragments do not.
+        """
         own, rate, reach = vars(config.method_config), config.optim.lr, RATE_REACH
         rates = tuple(float(f"{rate * RATE_STEP**n:.4g}") for n in range(-reach, reach + 1))
         knobs, start = {RATE: Knob(RATE, rates)}, {RATE: reach}
         for knob in KNOBS.get(config.method, ()):
+            if moments and knob.unit is Unit.parts:
+                continue
             default = own[knob.key]
-            if knob.unit is not Unit.plain:
+            if knob.unit in (Unit.steps, Unit.rounds):
                 default /= config.train.steps if knob.unit is Unit.steps else own["tau"]
             name, place = f"{config.method}.{knob.key}", bisect.bisect_left(knob.values, default)
             if default not in knob.values:
@@ -175,7 +185,8 @@ class Space:
             if knob.unit is not Unit.plain:
                 whole = steps if knob.unit is Unit.steps else tau
                 assert isinstance(whole, int)
-                value = max(1, round(value * whole))
+                parts = knob.unit is Unit.parts
+                value = min(int(value), whole) if parts else max(1, round(value * whole))
             found[name] = value
         return found
 
@@ -185,5 +196,6 @@ def at_legal_end(method: str, name: str, value: Value, tau: object) -> bool:
     for knob in KNOBS.get(method, ()):
         if name == f"{method}.{knob.key}" and knob.unit is not Unit.steps:
             whole = int(str(tau)) if knob.unit is Unit.rounds else 1
-            return value in (knob.low * whole, knob.high * whole)
+            most = min(knob.high, int(str(tau))) if knob.unit is Unit.parts else knob.high * whole
+            return value in (knob.low * whole, most)
     return False

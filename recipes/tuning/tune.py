@@ -112,7 +112,7 @@ class Search:
     """Exit statuses of the runs that failed."""
 
     def __post_init__(self) -> None:
-        self.space = Space.of(self.base)
+        self.space = Space.of(self.base, MOMENTS in self.own)
         self.proposals = Proposals(self.space)
         ended = ("finished", "diverged")
         names = self.base.task, self.base.method

@@ -59,6 +59,7 @@ from tests.workers import Pool
 COUNT = "must be a whole number, 1 or more"
 WHOLE = "must be a whole number"
 ZERO2 = "mesh.replica_size=2 mesh.strategy=zero2"
+KEEP = "method=co2_keep co2_keep"
 STREAMING = "method=streaming_diloco streaming_diloco"
 
 # Command line; key=value that the line names; what it must say. What the types of single settings
@@ -74,6 +75,13 @@ VALUES = [
     ("co2.tau=${", "co2.tau=${", "two pairs of quotes"),
     (f"{STREAMING}.delay=12", "streaming_diloco.delay=12", "below tau, which is 12"),
     (f"{STREAMING}.fragments=13", "streaming_diloco.fragments=13", "at most tau, which is 12"),
+    (f"{KEEP}.fragments=13", "co2_keep.fragments=13", "at most tau, which is 12"),
+    (f"{KEEP}.fragments=13 co2_keep.tau=auto", "co2_keep.fragments=13", "at most 12 with tau=auto"),
+    (
+        f"{KEEP}.fragments=2 co2_keep.average_moments=true",
+        "co2_keep.average_moments=true",
+        "fragments is 2; use false, or 1",
+    ),
     (f"{STREAMING}.exchange=int8 comm.dtype=bf16", "comm.dtype=bf16", "use fp32"),
     ("method=desloc", "optim.name=sgd", "method=desloc: it averages Adam's moments; use adamw"),
     ("method=demo optim.name=adamw", "optim.name=adamw", "use sgd with optim.momentum=0"),

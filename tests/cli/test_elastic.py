@@ -53,6 +53,7 @@ METHODS = {
     "local_sgd": (),
     "co2": ("co2.outer_momentum=0.1",),
     "co2_keep": ("co2_keep.average_moments=true", "optim.name=adamw", "optim.lr=1e-2"),
+    "co2_keep in fragments": ("co2_keep.fragments=3", "co2_keep.momentum_weight=0.2"),
     "streaming_diloco": ("streaming_diloco.delay=2",),
     "eager_diloco": ("eager_diloco.outer_momentum=0.2",),
     "desloc": (
@@ -67,7 +68,8 @@ METHODS = {
 
 
 def words(method: str) -> tuple[str, ...]:
-    return (f"method={method}", f"{method}.tau={TAU}", *METHODS[method])
+    name = method.partition(" ")[0]
+    return (f"method={name}", f"{name}.tau={TAU}", *METHODS[method])
 
 
 def disturbed(
@@ -108,8 +110,9 @@ def assert_elastic_is_the_same(tmp_path: Path, *arguments: str) -> tuple[Path, P
     return plain, other
 
 
-def test_a_run_that_loses_nobody_is_the_same_run(tmp_path: Path) -> None:
-    plain, elastic = assert_elastic_is_the_same(tmp_path, *SHARED, *words("co2_keep"))
+@pytest.mark.parametrize("method", ["co2_keep", "co2_keep in fragments"])
+def test_a_run_that_loses_nobody_is_the_same_run(tmp_path: Path, method: str) -> None:
+    plain, elastic = assert_elastic_is_the_same(tmp_path, *SHARED, *words(method))
     name = f"{elastic.parent.name}-workers3"
     assert plain.parent.name == name, "it may go on with another number"
 
@@ -118,6 +121,7 @@ def test_a_run_that_loses_nobody_is_the_same_run(tmp_path: Path) -> None:
     ("method", "victims"),
     [
         *(("co2", (0,)), ("co2_keep", (2,)), ("desloc", (0, 2))),
+        ("co2_keep in fragments", (1,)),
     ],
 )
 def test_those_that_are_left_go_on(tmp_path: Path, method: str, victims: tuple[int, ...]) -> None:
@@ -540,6 +544,7 @@ def test_resumed_by_fewer_and_by_as_many_as_before(tmp_path: Path) -> None:
                 ("allreduce", (), "does not support weighted averaging"),
                 ("eager_diloco", (), "adds its own part, 1/G"),
                 ("streaming_diloco", (), "its fragments meet amid the round"),
+                ("co2_keep", ("co2_keep.fragments=2",), "its fragments meet amid .* fragments=1$"),
                 ("noloco", (), "the mean of a pair does not support weighted averaging"),
                 ("desloc", ("optim.name=adamw",), "moments of unequal numbers of steps"),
                 (

@@ -118,6 +118,7 @@ LATE = {"first_moment_every": 2, "late_momentum": True}
         ("diloco", "fp32", MOMENTS, 3),
         ("co2", "fp32", MOMENTS, 3 + 4),
         ("co2_keep", "bf16", MOMENTS, 2.5 + 3),
+        ("co2_keep", "bf16", {"fragments": 2, "momentum_weight": 0.2}, 3.5),
         ("mt_dao", "fp32", LATE, 2 + 2),
         # One fragment: the messages on two workers are twice a vector of so many bits.
         ("streaming_diloco", "fp32", {"fragments": 1, "exchange": "int8"}, 3 + 1.5 + 2 * 8 / 32),

@@ -158,7 +158,7 @@ class Plan(Session):
 
 FIXED = "streaming_diloco"
 LOCAL: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in ROUNDS_OF if name != FIXED]
-LOCAL.append(("co2", {"shard": True}))
+LOCAL += [("co2", {"shard": True}), ("co2_keep", {"fragments": 2})]
 
 
 @replicas(2)

@@ -44,6 +44,7 @@ FIELDS: list[Case] = [
     ("co2", {"tau": 3, "gap_penalty": "none"}),
     ("co2", {"tau": 3, "gap_penalty": "gap_aware_elementwise", "clip": 0.05, "clip_mode": "norm"}),
     ("streaming_diloco", {**SETTINGS["streaming_diloco"], "exchange": "int8"}),
+    ("co2_keep", {**SETTINGS["co2_keep"], "fragments": 2}),
     ("sparta", {"share": 0.3, "delay": 0}),
 ]
 ON_HOST = [case for case in FIELDS if HOST not in METHODS[case[0]](**case[1]).refusals()]

@@ -116,12 +116,24 @@ _CLIPS: tuple[dict[str, Any], ...] = (
     {"clip": 0.1, "clip_mode": "norm"},
 )
 _OTHERS: dict[str, list[dict[str, Any]]] = {
-    "co2_keep": [{"delay": 0}, {"delay": 1}],
+    "co2_keep": [
+        {"delay": 0},
+        {"delay": 1},
+        {"fragments": 3},
+        {"fragments": 2, "keep_local": 1.0},
+        {"tau": 4, "fragments": 2, "delay": 0},
+        {"fragments": 3, "delay": 3},  # all three are under way at a time
+        {"fragments": 2, "delay": 2},
+        {"fragments": 2, "blocking_share": 0.4},
+        {"tau": 5, "fragments": 4, "momentum_weight": 0.0},
+    ],
     "streaming_diloco": [
         {"fragments": 1, "delay": 0, "mixing": 0.0},
         {"fragments": 2, "delay": 2, "mixing": 0.5},
         {"fragments": 3, "delay": 2, "mixing": 0.25},
         {"tau": 5, "fragments": 3, "delay": 1},
+        {"tau": 5, "fragments": 2, "delay": None},
+        {"fragments": 1, "delay": None},
         {"exchange": "int8", "fragments": 1},
         {"exchange": "int4", "fragments": 3, "delay": 2},
     ],

@@ -76,6 +76,8 @@ def scalars(*values: float) -> list[Vector]:
 
 
 ONE = [scalars(0.5)]  # two inner steps a round: displacement 1
+PAIR: list[list[Vector]] = [[(1, 1)]]  # of two weights
+HALVED = {"tau": 4, "fragments": 2}
 NEXT = 10 / 29  # the gap penalty's second displacement: 1/2.9
 
 
@@ -184,6 +186,21 @@ CASES = [
     keep_case("two keep their disagreement", [scalars(0.5), scalars(1.5)],
               [scalars(-1, -4, -7.5, -11.25), scalars(-3, -6, -9.5, -13.25)],
               keep_local=1.0, outer_momentum=0.5, momentum_weight=0.5),
+    # The second weight is sent at 2, 6, 10 and arrives at 4, 8, 12; the first two steps later.
+    keep_case("two fragments, half is kept", PAIR, [[(-4, -3), (-7, -7), (-11, -11)]],
+              keep_local=0.5, **HALVED, shown=[(-4, -4), (-8, -8), (-12, -12)]),
+    # u = -4, -6 and -2, -5, -6.5: at 6 to -6, at 10 to -13; at 4, 8, 12 to -3, -9.5, -16.75
+    keep_case("two fragments, all is kept", PAIR, [[(-4, -5), (-10, -11.5), (-17, -18.75)]],
+              keep_local=1.0, outer_momentum=0.5, momentum_weight=0.5, **HALVED),
+    keep_case("two fragments of two replicas", [*PAIR, [(3, 3)]],
+              [[(-4, -5), (-11, -13), (-19, -21)], [(-12, -7), (-17, -15), (-25, -23)]],
+              keep_local=0.5, **HALVED, shown=[(-8, -8), (-16, -16), (-24, -24)]),
+    # 1.5 is rounded up: the second weight arrives after one step, the first after two
+    keep_case("an uneven round", PAIR, [[(-3, -2.5), (-5, -5.5), (-8, -8.5)]], keep_local=0.5,
+              tau=3, fragments=2, shown=[(-3, -3), (-6, -6), (-9, -9)]),
+    # arrivals at 7 and 11, and at 5 and 9: each keeps half of three steps
+    keep_case("fragments together under way", PAIR, [[(-4, -4), (-6.5, -6.5), (-10.5, -10.5)]],
+              keep_local=0.5, **HALVED, delay=3, shown=[(-4, -4), (-8, -8), (-12, -12)]),
     co2_case("one round late", ONE, [scalars(0, -1, -2, -3)], shown=scalars(-1, -1, -2, -3)),
     co2_case("momentum", ONE, [scalars(0, -1, -2.5, -4.25, -6.125)], outer_momentum=0.5,
              shown=scalars(-1, -1, -2, -3.5, -5.25)),
@@ -281,7 +298,10 @@ def test_method(rank: int, world: int, case: Case) -> None:
 
 WIRES = [CommConfig(dtype=Precision.bf16), CommConfig(device=CommDevice.cpu)]
 HALVES = nonempty(
-    case for case in CASES if case.name in ("two replicas", "two keep half their disagreement")
+    case
+    for case in CASES
+    if case.name
+    in ("two replicas", "two keep half their disagreement", "two fragments of two replicas")
 )
 
 
@@ -307,8 +327,9 @@ def test_reference(case: Case) -> None:
     rounds = REFERENCES[case.method](replicas, **case.settings)
     histories: list[list[Vector]] = [[] for _ in replicas]
     shown: list[Vector] = []
-    for _ in case.expected[0]:
-        found = next(rounds)
+    for number in range(1, len(case.expected[0]) + 1):
+        while replicas[0].steps_done < number * case.settings["tau"]:
+            found = next(rounds)
         if found is None:
             found = mean(replica.weights() for replica in replicas)
         shown.append(tuple(found.tolist()))

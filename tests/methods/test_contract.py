@@ -91,6 +91,9 @@ RUNS += [(case, 3, "adamw", torch.float64) for case in WITH_MOMENTS]
 RUNS += [(case, world, inner_of(case), torch.float64) for case in TELLING for world in (1, 4)]
 RUNS += [(case, 2, inner(case[0], "adamw"), torch.float64) for case in TELLING]
 RUNS += [(case, 3, inner(case[0]), torch.float32) for case in TELLING]
+FRAGMENTS: Case = ("co2_keep", {**SETTINGS["co2_keep"], "fragments": 3})
+RUNS += [(FRAGMENTS, world, "adamw", torch.float64) for world in (1, 2, 4)]
+RUNS.append((FRAGMENTS, 3, "sgd", torch.float32))
 
 
 def is_telling(one: Run) -> bool:
@@ -154,6 +157,10 @@ def test_the_reference_tells_a_method_from_no_exchange(workers: Pool, case: Case
 FIRST_MEANS: list[Case] = [
     *((name, SETTINGS[name]) for name in ROUNDS_OF),
     ("co2_keep", {"tau": 3, "delay": 1}),
+    *(
+        ("co2_keep", {"tau": 5, "fragments": 3, **late})
+        for late in ({}, {"delay": 0}, {"delay": 5})
+    ),
     ("streaming_diloco", {"tau": 6, "delay": 4}),
     *(("sparta", {"share": 0.4, "delay": delay}) for delay in (0, 1, 3)),
 ]
@@ -198,6 +205,7 @@ RESTARTS: list[Case] = [
     *((name, SETTINGS[name]) for name in ("co2", "co2_keep", "overlap_local_sgd")),
     CO2_IN_PARTS,
     ("co2_keep", {**SETTINGS["co2_keep"], "delay": 1}),
+    FRAGMENTS,
 ]
 """Those whose rounds start from a point that misses the one before."""
 LOOKS = 3 * TAU
@@ -365,6 +373,7 @@ def test_resume_at_every_step(rank: int, world: int, case: Case) -> None:
 
 CHOICES = {
     "delay": 2,
+    "fragments": 3,
     "exchange": "int8",
     "gap_penalty": 3.0,
     "clip_mode": "norm",
@@ -382,7 +391,7 @@ FIXED = {
     "overlap_local_sgd": "pull",
     "streaming_diloco": "tau fragments delay exchange",
     "co2": "average_moments outer_lr gap_penalty shard",
-    "co2_keep": "average_moments delay momentum_weight",
+    "co2_keep": "average_moments delay fragments momentum_weight",
     "sparta": "share",
     "mt_dao": "slow_beta late_momentum",
     "demo": "block",
@@ -512,7 +521,7 @@ def refuses(case: Case, key: str) -> bool:
     grid(
         [
             (case, wire)
-            for case in TELLING
+            for case in (*TELLING, FRAGMENTS)
             for wire in WIRES
             if not refuses(case, wire) and case[0] != "zero_one_adam"
         ],

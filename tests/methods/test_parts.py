@@ -1,6 +1,6 @@
-"""Methods that send a part at a time: NoLoCo's pairs of replicas, SPARTA's weights, and Streaming
-DiLoCo's fragments. Who and what is drawn or dealt out, what an exchange makes of it, and how large
-NoLoCo's γ may be."""
+"""Methods that send a part at a time: NoLoCo's pairs of replicas, SPARTA's weights, and fragments,
+of Streaming DiLoCo and of kept progress. Who and what is drawn or dealt out, what an exchange makes
+of it, and how large NoLoCo's γ may be."""
 
 import itertools
 import random
@@ -19,6 +19,7 @@ from torch.optim import SGD
 import co2
 from co2.comm.pair_mean import partner_of
 from co2.errors import ConfigError
+from co2.methods.shared.fragments import dealt, offset
 from co2.methods.streaming_diloco import StreamingDiLoCo, layer, strided, sync_step
 from tests.grids import grid
 from tests.methods import problem
@@ -330,3 +331,67 @@ def test_more_fragments_than_layers_are_refused() -> None:
     method = StreamingDiLoCo(StreamingDiLoCo.Config(fragments=3))
     with pytest.raises(ConfigError, match=r"^streaming_diloco.fragments=3: must be at most 2, .*$"):
         method.prepare(model, optimizer, co2.Mesh.world())
+
+
+# Fragments of kept progress.
+
+
+def test_tensors_are_dealt_to_fragments_of_near_equal_size() -> None:
+    tensors = [torch.zeros(size) for size in (5, 9, 1, 3, 3)]
+    parts = dealt(tensors, 2, "co2_keep.fragments")
+    assert [[len(tensor) for tensor in part] for part in parts] == [[9, 1], [5, 3, 3]]
+    empty = [torch.zeros(size) for size in (0, 2, 0)]  # as shards may be
+    assert all(len(part) == 1 for part in dealt(empty, 3, "co2_keep.fragments"))
+
+
+def test_more_fragments_than_tensors_are_refused() -> None:
+    model, optimizer = problem.build_drift([3, 4])
+    with pytest.raises(ConfigError, match=r"^co2_keep.fragments=3: must be at most 2, .*$"):
+        co2.CO2Keep(fragments=3).prepare(model, optimizer, co2.Mesh.world())
+
+
+@pytest.mark.parametrize("tau", [1, 2, 5, 6, 12])
+def test_one_fragment_after_the_other_is_under_way(tau: int) -> None:
+    """Never two, never none, and each once in a round, at steps as even as whole steps can be."""
+    for number in range(1, tau + 1):
+        model, optimizer = problem.build_drift([2] * number)
+        method = co2.CO2Keep(tau=tau, fragments=number)
+        method.prepare(model, optimizer, co2.Mesh.world())
+        sent: list[tuple[int, int]] = []
+        for step in range(1, 3 * tau + 1):
+            problem.backward_drift(model, step, 0)
+            method.step()
+            flying = [n for n, one in enumerate(method.fragments) if one.mean.in_flight]
+            assert len(flying) == (step >= offset(1, tau, number)), (tau, number, step)
+            place = step % tau
+            sent += [(step, n) for n in flying if place == offset(n, tau, number)]
+        steps, order = zip(*sent, strict=True)
+        assert order == tuple(n % number for n in range(1, len(order) + 1))
+        apart = {b - a for a, b in itertools.pairwise(steps)}
+        assert apart <= {tau // number, -(-tau // number)}, (tau, number)
+
+
+@replicas(2)
+@pytest.mark.parametrize(("delay", "groups"), [(None, 1), (1, 1), (2, 3)])
+def test_fragments_that_never_meet_share_a_group(delay: int | None, groups: int) -> None:
+    model, optimizer = problem.build_drift([3, 4, 5])
+    method = co2.CO2Keep(tau=3, fragments=3, delay=delay)
+    method.prepare(model, optimizer, co2.Mesh.world())
+    names = {mean.group.group_name for mean in method.means}  # type: ignore[union-attr]
+    assert len(names) == groups and method.group.group_name not in names  # type: ignore[union-attr]
+    method.flush()
+
+
+@replicas(2)
+def test_fragments_hold_and_send_what_the_whole_would(rank: int) -> None:
+    told = []
+    for number in (1, 2, 3):
+        model, optimizer = problem.build_drift([3, 4, 5])
+        method = co2.CO2Keep(tau=6, fragments=number, momentum_weight=0.2)
+        method.prepare(model, optimizer, co2.Mesh.world())
+        for step in range(18):
+            problem.backward_drift(model, step, rank)
+            method.step()
+        told.append((method.extra_copies, method.stats().bytes_sent))
+        method.flush()
+    assert len(set(told)) == 1 and told[0] == (4, 3 * 12 * 8)

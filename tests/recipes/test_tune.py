@@ -158,7 +158,7 @@ def test_a_winner_beyond_every_grid_is_followed(conf: Path, method: str, further
         for name, knob in space.knobs.items()
     }
     proposals, asked = Proposals(space), []
-    for _ in range(8):
+    for _ in range(12):
         asked += told(proposals, AT_ONCE, lambda p: sum((p[n] - best[n]) ** 2 for n in best))
     assert len({tuple(places.values()) for places in asked}) == len(asked)
     for name, knob in space.knobs.items():

@@ -3,15 +3,17 @@
 Layer l belongs to fragment l mod P. Fragment p syncs after the steps n with
 n = (p + 1) tau / P modulo tau, rounded up. `delay` steps earlier the mean of outer - local is
 started, if there was a step by then; at the sync DiLoCo's outer step is taken with it, and
-local <- (1 - mix) outer + mix local. Every parameter is simulated on its own, but for the mean of a
-quantized exchange: a fragment's parameters lie in the optimizer's order there.
+local <- (1 - mix) outer + mix local. Without a delay a mean starts at the sync of the fragment
+before; where there is one fragment alone, a step after its own. Every parameter is simulated on its
+own, but for the mean of a quantized exchange: a fragment's parameters lie in the optimizer's order
+there.
 """
 
 import math
 import re
 from collections.abc import Iterator
 from fractions import Fraction
-from itertools import count
+from itertools import count, pairwise
 
 import torch
 from torch import Tensor
@@ -52,7 +54,7 @@ def rounds(
     replicas: list[Replica],
     tau: int,
     fragments: int,
-    delay: int,
+    delay: int | None,
     mixing: float,
     outer_lr: float,
     outer_momentum: float,
@@ -64,15 +66,17 @@ def rounds(
     arriving: dict[tuple[int, str], Tensor] = {}
     members = [in_order(replicas[0], part) for part in split(list(outer), fragments)]
     quantized = [two_stages(len(replicas), exchange, outer, part) for part in members]
+    phases = [math.ceil((p + 1) * Fraction(tau, fragments)) for p in range(fragments)]
+    apart_by = [b - a for a, b in pairwise([0, *phases])]
     for n in count(1):
         for replica in replicas:
             replica.train(1)
         for p in range(fragments):
-            phase = math.ceil((p + 1) * Fraction(tau, fragments))
-            if (n + delay - phase) % tau == 0:
+            late = min(apart_by[p], tau - 1) if delay is None else delay
+            if (n + late - phases[p]) % tau == 0:
                 apart = [{name: outer[name] - w[name] for name in members[p]} for w in local]
                 for name, d in average(apart, quantized[p]).items():
-                    arriving[n + delay, name] = d
+                    arriving[n + late, name] = d
             for name in members[p]:
                 d = arriving.pop((n, name), None)
                 if d is None:

@@ -32,11 +32,12 @@ _SPARE = 1.1
 """The τ steps of a round must take this many times as long as the collective that they hide."""
 
 
-def choose(step_s: float, comm_s: float, most_share: float | None = None) -> int:
-    """Return the smallest τ of `CHOICES` that is long enough for a step and a collective of so many
-    seconds; the largest if none is. Of a blocking method's round the collective may take
-    `most_share`; None: it is to be hidden."""
-    enough = (tau for tau in CHOICES if _is_enough(tau, step_s, comm_s, most_share))
+def choose(step_s: float, comm_s: float, most_share: float | None = None, least: int = 1) -> int:
+    """Return the smallest τ of `CHOICES`, and not below `least`, that is long enough for a step and
+    a collective of so many seconds; the largest if none is. Of a blocking method's round the
+    collective may take `most_share`; None: it is to be hidden."""
+    taken = (tau for tau in CHOICES if tau >= least)
+    enough = (tau for tau in taken if _is_enough(tau, step_s, comm_s, most_share))
     return next(enough, CHOICES[-1])
 
 
@@ -56,11 +57,11 @@ class AutoTau:
 
     Args:
         mesh: the workers, which must all make this object together.
-        most_share: as in `choose`.
+        most_share, least: as in `choose`.
     """
 
-    def __init__(self, mesh: Mesh, most_share: float | None = None) -> None:
-        self.tau, self.most_share = START, most_share
+    def __init__(self, mesh: Mesh, most_share: float | None = None, least: int = 1) -> None:
+        self.tau, self.most_share, self.least = START, most_share, least
         self._notices: list[str] = []
         self._group = mesh.new_group_of_workers("gloo")
         self.stopwatch = stopwatch(mesh.device)
@@ -121,7 +122,7 @@ class AutoTau:
 
     def _decide(self, step_s: float, comm_s: float, exposed: float) -> None:
         share = self.most_share
-        best = choose(step_s, comm_s, share)
+        best = choose(step_s, comm_s, share, self.least)
         first, self._chosen = not self._chosen, True
         if not first:
             self._strikes = self._strikes + 1 if exposed > MOST_EXPOSED + (share or 0.0) else 0

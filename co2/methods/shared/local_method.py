@@ -2,6 +2,7 @@
 
 import sys
 from bisect import bisect_right
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ class LocalMethod(Method):
     - `init_outer_state()`, which makes the vectors that it holds (`hold`);
     - `end_round()`, which does what the method's equations say;
     - `show_round_end()`, if it lets replicas go on from a point that misses the round just trained.
+
+    - `amid_round()`, if anything is due after other steps.
 
     Where `Config` is `AveragesMoments` and asks for it, the moments of the inner Adam are averaged
     at the end of each round too (moments.py). A method whose means arrive amid a round calls
@@ -59,6 +62,11 @@ class LocalMethod(Method):
         return self.config.blocking_share if isinstance(self.config, LateRounds) else 0.0
 
     @property
+    def least_tau(self) -> int:
+        """The smallest τ that tau=auto may choose."""
+        return 1
+
+    @property
     def averages_moments(self) -> bool:
         """Whether the configuration asks for the mean of the inner moments."""
         return isinstance(self.config, AveragesMoments) and self.config.average_moments
@@ -75,6 +83,9 @@ class LocalMethod(Method):
         """Right after `end_round`: set the live weights to those that training left. See
         `Method.show_trained`; by default they are that already."""
 
+    def amid_round(self) -> None:
+        """Called after every step, and after `end_round` where the step has ended a round."""
+
     @property
     def waits(self) -> bool:
         """Whether the ending round waits for its own mean, although the method overlaps."""
@@ -86,18 +97,19 @@ class LocalMethod(Method):
     def show_trained(self) -> None:
         at_round_boundary = 0 < self.round_began == self.steps
         if at_round_boundary:
-            with torch.no_grad(), self.flat.round():
+            with torch.no_grad(), self.live():
                 self.show_round_end()
 
     def set_up(self) -> nn.Module:
         self.keep(self, "round_began")
-        self.flat = FlatParams(self.optimizer, self.comm.device, mesh=self.mesh)
-        self.mean = self.make_mean()
+        self.make_vectors()
         self.round_ends = self._round_ends()
         self.auto: AutoTau | None = None
         if self.config.tau == AUTO:
             blocking = self.blocking is Blocking.always
-            self.auto = AutoTau(self.mesh, self.config.comm_share if blocking else None)
+            self.auto = AutoTau(
+                self.mesh, self.config.comm_share if blocking else None, self.least_tau
+            )
             self.keep(self, "auto")
         if self.averages_moments:
             blocks = self.blocking is Blocking.always
@@ -116,6 +128,15 @@ class LocalMethod(Method):
         require(known, f"{self.registered_name()}.tau_power", self.tau_power, hint)
         assert self.schedule is not None and self.total_steps is not None
         return round_ends(self.schedule, self.total_steps, self.config.tau, self.tau_power)
+
+    def make_vectors(self) -> None:
+        """Make `flat` and `mean`."""
+        self.flat = FlatParams(self.optimizer, self.comm.device, mesh=self.mesh)
+        self.mean = self.make_mean()
+
+    def live(self) -> AbstractContextManager[None]:
+        """Context for synchronized access to the live parameters."""
+        return self.flat.round()
 
     def make_mean(self) -> BackgroundMean:
         """Make the communication buffer."""
@@ -139,12 +160,13 @@ class LocalMethod(Method):
             if self.auto is not None:
                 self.auto.round_ends(self.totals())
             with synchronizing():
-                with self.flat.round():
+                with self.live():
                     self.end_round()
                 if self.moments is not None:
                     self.moments.end_round(self.steps)
                     if self.waits:
                         self.moments.arrive(self.steps)
+        self.amid_round()
         if self.auto is not None:
             self.auto.stopwatch.begin()
 
