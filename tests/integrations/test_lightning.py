@@ -1,6 +1,5 @@
 """SyncStrategy: it trains as one's own loop does, goes on exactly, and shows the consensus."""
 
-import copy
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -233,27 +232,7 @@ def test_it_goes_on_from_files_written_after_fit_and_from_links(tmp_path: Path) 
                 torch.testing.assert_close(resumed_, final, rtol=1e-5, atol=1e-7, msg=name)
 
 
-def written_after(folder: str) -> tuple[Weights, Weights]:
-    """Weights that were set after `fit`, and those with which training goes on from a file."""
-    from lightning.pytorch.callbacks import LambdaCallback
-
-    module = fitted(method("co2"), folder, max_steps=6)
-    for value in module.net.parameters():
-        nn.init.constant_(value, 0.5)
-    path = f"{folder}/set.ckpt"
-    module.trainer.save_checkpoint(path)
-    seen: list[Weights] = []
-    see = LambdaCallback(on_train_start=lambda _, one: seen.append(held(one.net)))
-    fitted(method("co2"), folder, ckpt_path=path, callbacks=[see])
-    return held(module.net), seen[0]
-
-
-def test_weights_set_after_fit_are_gone_on_from(tmp_path: Path) -> None:
-    for written, seen in called(written_after, tmp_path, 2, str(tmp_path / "out")):
-        torch.testing.assert_close(seen, written, rtol=0, atol=0)
-
-
-def averaged(folder: str, world: int) -> dict[str, tuple[Weights, Weights, Weights, Weights]]:
+def averaged(folder: str) -> dict[str, tuple[Weights, Weights, Weights, Weights]]:
     """With callbacks that average weights over steps: the final weights, this replica's averages,
     and the weights of checkpoints that were written in training and after it. The last step ends a
     round, so the weights lag behind."""
@@ -270,7 +249,7 @@ def averaged(folder: str, world: int) -> dict[str, tuple[Weights, Weights, Weigh
         if not ema:
             own = StochasticWeightAveraging(0.01, swa_epoch_start=2)
         saves = ModelCheckpoint(folder, kind, enable_version_counter=False)
-        more = {"devices": world, "max_epochs": 4, "max_steps": -1, "callbacks": [own, saves]}
+        more = {"max_epochs": 4, "max_steps": -1, "callbacks": [own, saves]}
         sync = co2.CO2(co2.CO2.Config(tau=2))
         module = fitted(sync, folder, enable_checkpointing=True, **more)
         module.trainer.save_checkpoint(f"{folder}/{kind} after.ckpt")
@@ -284,10 +263,9 @@ def averaged(folder: str, world: int) -> dict[str, tuple[Weights, Weights, Weigh
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_what_callbacks_average_stays(tmp_path: Path, world: int) -> None:
+def test_what_callbacks_average_stays(tmp_path: Path) -> None:
     """After `fit` each replica has the mean of what the callbacks of all have averaged."""
-    ways = called(averaged, tmp_path, world, str(tmp_path / "out"), world)
+    ways = called(averaged, tmp_path, 2, str(tmp_path / "out"))
     for kind, (final, _, during, after) in ways[0].items():
         for name in final:
             each = torch.stack([found[kind][1][name] for found in ways])
@@ -298,8 +276,7 @@ def test_what_callbacks_average_stays(tmp_path: Path, world: int) -> None:
                 torch.testing.assert_close(during[name], final[name], **close)
             for found in ways:
                 torch.testing.assert_close(found[kind][0][name], final[name], rtol=0, atol=0)
-            if world > 1:
-                assert (each[0] - each[1]).abs().max() > 1e-4
+            assert (each[0] - each[1]).abs().max() > 1e-4
 
 
 def stored(folder: str) -> tuple[list[str], list[str], Weights, Weights]:
@@ -339,45 +316,6 @@ def test_state_goes_where_the_checkpoint_goes(tmp_path: Path) -> None:
     assert removed == [old, f"{old}.sync"]
     torch.testing.assert_close(again, whole, rtol=0, atol=0)
     assert not (tmp_path / "memory:").exists()
-
-
-def weights_only(folder: str) -> list[str]:
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    for save in (True, False):
-        name = "weights" if save else "all"
-        saves = ModelCheckpoint(folder, name, save_weights_only=save)
-        fitted(method("co2"), folder, callbacks=[saves], enable_checkpointing=True)
-    return sorted(path.name for path in Path(folder).iterdir())
-
-
-def test_weights_only_are_weights_only(tmp_path: Path) -> None:
-    for names in called(weights_only, tmp_path, 2, str(tmp_path / "out")):
-        assert names == ["all.ckpt", "all.ckpt.sync", "weights.ckpt"]
-
-
-def copied(folder: str) -> list[Weights]:
-    """Final weights of trainings that go on from a file of a trainer, and from one of its copy."""
-    from lightning.pytorch.callbacks import TQDMProgressBar
-
-    more = {"callbacks": [TQDMProgressBar(refresh_rate=0)], "enable_progress_bar": True}
-    trainer = fitted(method("co2"), folder, max_steps=5, **more).trainer
-    twin = copy.deepcopy(trainer)
-    assert [type(one) for one in copy.deepcopy(trainer.callbacks)] == [TQDMProgressBar]
-    found = []
-    for number, one in enumerate((trainer, twin)):
-        path = f"{folder}/{number}.ckpt"
-        one.save_checkpoint(path)
-        found.append(held(fitted(method("co2"), folder, ckpt_path=path).net))
-    twin.fit_loop.epoch_loop.max_steps = STEPS
-    twin.fit(twin.lightning_module, twin.train_dataloader)
-    assert twin.strategy.sync.steps == STEPS - 5
-    return found
-
-
-def test_trainers_and_callbacks_can_be_copied(tmp_path: Path) -> None:
-    for found in called(copied, tmp_path, 2, str(tmp_path / "out")):
-        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
 def fitted_again(folder: str) -> tuple[Weights, Weights, Weights]:

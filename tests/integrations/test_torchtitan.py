@@ -170,25 +170,6 @@ def test_it_shows_the_consensus(tmp_path: Path) -> None:
         torch.testing.assert_close(found["1"], found["None"], rtol=0, atol=0)
 
 
-def parallel(folder: str) -> Any:
-    titan.on_cpus()
-    from co2.comm.flat import FlatParams
-
-    made = titan.trainer(titan.config(folder, 1, shard=1, tensor=2), method("co2"))
-    (optimizer,) = made.container
-    flat = FlatParams(optimizer, mesh=made.mesh)
-    ones = [(chunk.share * chunk.numel) for chunk in flat.chunks]
-    made.close()
-    return sum(ones), sum(p.numel() for p in made.module.parameters())
-
-
-def test_weights_that_several_workers_hold_count_once(tmp_path: Path) -> None:
-    """Under tensor parallelism both workers of a replica have the whole of its norms."""
-    found = called(parallel, tmp_path, 4, str(tmp_path / "out"))
-    for replica in (found[:2], found[2:]):
-        assert sum(held for held, _ in replica) == replica[0][1]
-
-
 def refused(folder: str) -> list[str]:
     """The lines of what cannot be trained."""
     titan.on_cpus()
