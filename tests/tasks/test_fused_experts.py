@@ -158,6 +158,65 @@ def test_a_token_that_is_not_a_number_spoils_itself_alone(
     assert spoilt[POISONED.poisoned] and spoilt.sum() == 1
 
 
+POINTERS = {
+    **dict.fromkeys(("x", "gate", "logits", "weight", "out"), "*fp32"),
+    **dict.fromkeys(("expert", "numbers", "row", "arrived", "ready"), "*i32"),
+    **dict.fromkeys(("choices", "counts", "wanted"), "*i64"),
+}
+COMPUTED = (
+    *("inner", "inner_bias", "outer", "outer_bias", "cast", "before", "hidden", "made"),
+)  # fmt: skip
+NUMBERS = ("num_tokens", "num_experts", "width", "num_hidden", "most")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiles_for_gpus(capability: int, dtype: torch.dtype) -> None:
+    """Without one: to machine code, whose programs have no more shared memory than 99 KiB, which
+    every GPU from compute capability 8.0 on has. The largest size of the task."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tasks.moe import fused_kernel
+    from tasks.moe.fused_experts import PLANS
+
+    plan = PLANS[dtype]
+    computed = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}[dtype]
+    constants = {
+        **{"ACTIVE": 2, "CAST": dtype == torch.bfloat16, "KEEP": True, "PRECISION": "ieee"},
+        **{"WIDEN": False, "FIRST": 0, "AFTER": fused_kernel.END.value, "EXPERTS": 128},
+        **{"TOKENS": plan.tokens, "ROWS": plan.rows},
+        **{"COLUMNS": plan.columns, "DEPTH": plan.depth},
+    }
+    types = {
+        **dict.fromkeys(constants, "constexpr"),
+        **dict.fromkeys(COMPUTED, computed),
+        **dict.fromkeys(NUMBERS, "i32"),
+        **POINTERS,
+    }
+    kernel = fused_kernel.layer
+    signature = {name: types[name] for name in kernel.arg_names}
+    # As at a launch with sizes that are multiples of 16.
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if name not in constants and name != "ready"
+    }
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options={
+            "num_warps": plan.warps,
+            "num_stages": plan.loads,
+            "launch_cooperative_grid": True,
+        },
+    )
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= 99 * 1024
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main()

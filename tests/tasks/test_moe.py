@@ -6,11 +6,14 @@ What all tasks must do is in test_contract.py.
 """
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,11 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import _symmetric_memory as symm_mem
 
+import tasks.moe.moe as task_module
+from co2.config import Strategy
 from co2.errors import ConfigError
 from tasks.moe.experts import EXPERTS as EXPERT_WEIGHTS
 from tasks.moe.experts import Exchange, Experts, Kernel, balance_loss, z_loss
 from tasks.moe.moe import SHAPES, MoE, Size, mixtures
-from tasks.moe.symmetric_exchange import symmetric
+from tasks.moe.symmetric_exchange import check_numbers, symmetric
 from tasks.moe.token_exchange import Traffic, bulk, tiled
 from tasks.text.causal import CorpusName
 from tests.tasks.build import mesh, moe, num_parameters
@@ -441,3 +446,51 @@ def test_symmetric_memory_equals_tiles(rank: int, world: int, experts: int) -> N
             totals = traffic.totals().comm
             assert totals.comm_s == totals.exposed_s > 0
             assert totals.bytes_sent == other.totals().comm.bytes_sent
+
+
+@replicas(2)
+def test_experts_that_cannot_be_divided() -> None:
+    for made, line in (
+        (layer(1, experts=4, kernel=Kernel.fused), "moe.kernel=fused: needs all experts on each w"),
+        (layer(1, experts=5), "mesh.replica_size=2: must divide the 5 experts"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(line)}"):
+            made.divide(dist.group.WORLD)
+
+
+@pytest.mark.parametrize(
+    ("config", "refusal"),
+    [
+        ({"kernel": Kernel.fused}, "moe.kernel=fused: needs a GPU of compute capability 8.0 "),
+        ({"exchange": Exchange.symmetric}, "moe.exchange=symmetric: needs a PyTorch with NVSH"),
+        ({"kernel": Kernel.grouped}, "train.compile=true: this PyTorch compiles "),
+    ],
+)
+def test_what_a_gpu_or_its_pytorch_lacks(config: dict[str, Any], refusal: str) -> None:
+    """As if there were an old GPU, with a PyTorch without NVSHMEM that compiles grouped GEMMs in
+    bf16 alone, which shows before it knows that they take fp32."""
+    task = moe(Path("unused"), **config)
+    task.train.compile = config.get("kernel") is Kernel.grouped
+    old = {"get_device_capability": lambda _: (7, 5), "is_initialized": lambda: True}
+    with (
+        patch.multiple(torch.cuda, **old),
+        patch.object(task_module, "nvshmem_available", lambda: False),
+        patch.object(F, "grouped_mm", side_effect=RuntimeError("Expected inputs of BF16 type")),
+        pytest.raises(ConfigError, match=rf"^{refusal}"),
+    ):
+        task.check_place(
+            torch.device("cuda"), Strategy.ep if "exchange" in config else Strategy.ddp
+        )
+
+
+@pytest.mark.parametrize(
+    ("workers", "experts", "line"),
+    [
+        (32, 64, "mesh.replica_size=32: moe.exchange=symmetric serves at most 16 workers; use til"),
+        (2, 64, "moe.exchange=symmetric: a worker would have 32 experts, at most 16 can be served"),
+    ],
+)
+def test_what_the_kernels_cannot_serve(workers: int, experts: int, line: str) -> None:
+    check_numbers(16, 256)
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}"):
+        check_numbers(workers, experts)
