@@ -23,9 +23,11 @@ from co2.methods.shared.fragments import dealt, offset
 from co2.methods.streaming_diloco import StreamingDiLoCo, layer, strided, sync_step
 from tests.grids import grid
 from tests.methods import problem
-from tests.methods.driver import SETTINGS, assert_same, trajectory
+from tests.methods.driver import SETTINGS, assert_same, replicas_of, trajectory
 from tests.methods.test_identities import TAU, drifted
 from tests.reference import REFERENCES
+from tests.reference.co2 import co2_keep
+from tests.reference.kept_fragments import in_fragments
 from tests.reference.replica import Replica
 from tests.workers import everybody, replicas
 
@@ -395,3 +397,19 @@ def test_fragments_hold_and_send_what_the_whole_would(rank: int) -> None:
         told.append((method.extra_copies, method.stats().bytes_sent))
         method.flush()
     assert len(set(told)) == 1 and told[0] == (4, 3 * 12 * 8)
+
+
+@pytest.mark.parametrize("delay", [None, 0, 1])
+def test_one_fragment_is_the_whole_model(delay: int | None) -> None:
+    """Of the two simulations, which are written apart."""
+    settings = {**SETTINGS["co2_keep"], "delay": delay}
+    one, other = replicas_of("sgd", 3), replicas_of("sgd", 3)
+    whole, parts = co2_keep(one, **settings), in_fragments(other, fragments=1, **settings)
+    for _ in range(4):
+        shown = next(whole)
+        for _ in range(settings["tau"]):
+            found = next(parts)
+        close = {"rtol": 1e-12, "atol": 1e-12}
+        torch.testing.assert_close(found, shown, **close)
+        for a, b in zip(one, other, strict=True):
+            torch.testing.assert_close(a.weights(), b.weights(), **close)
