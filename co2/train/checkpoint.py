@@ -407,6 +407,8 @@ class Checkpoints:
         if world != there or world % size:
             text = f"is damaged (saved by {world} workers, of whom {there} have a file)"
             raise _Unusable(text)
+        if missing := [name for rank in range(world) if (name := _own(rank, size)) not in files]:
+            raise _Unusable(f"is damaged ({missing[0]}: no checksum)")
         for rank in range(self.rank, world, self.world):  # itself, if as many as now have saved
             for name in (_own(rank, size), _equal(rank, size)):
                 self._at = folder / name
