@@ -105,6 +105,7 @@ class Planned(Protocol):
     def published(self) -> Published | None:
         """The public data set that this task trains on; None for other data."""
 
+    @property
     def pace(self) -> Pace:
         """What is known of the speed of such a training."""
 

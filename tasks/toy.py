@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import require
 from co2.limits import Count, Limited, Seconds
-from co2.task import Batch, Pace, Published
+from co2.task import Batch, Published
 from tasks.shared.evaluation import evaluating, total
 from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
@@ -58,6 +58,7 @@ class Toy:
         lose replicas: a file each, with a line [draw, epoch, samples] for each step."""
 
     version = 1
+    pace = UNKNOWN
     unit = "samples"
     units_per_sample = 1
 
@@ -119,10 +120,6 @@ class Toy:
         kind = torch.int64
         points, labels = torch.zeros(rows, self.config.features), torch.zeros(rows, dtype=kind)
         return points, labels, torch.zeros(rows, 3, dtype=kind)
-
-    def pace(self) -> Pace:
-        """See `Planned`."""
-        return UNKNOWN
 
     def published(self) -> Published | None:
         """See `Planned`."""

@@ -312,17 +312,15 @@ def course(need: Need, place: Place) -> Course:
     config, size = need.config, need.config.mesh.replica_size
     rounded = config.comm.dtype is Precision.bf16
     assert need.work is not None and isinstance(need.task, Planned)
-    pace, batch = need.task.pace(), config.train.batch_size * config.train.accumulate
+    pace, batch = need.task.pace, config.train.batch_size * config.train.accumulate
     mfu = pace.mfu if place.mfu is None else place.mfu
     flops = need.flops + need.again_flops
     compute_s = flops / need.workers / (GPUS[place.gpu].peak_flops * mfu)
     launch_s = need.work.launches * config.train.accumulate * _LAUNCH_S
-    loaded = (
-        None if pace.samples_per_s is None else pace.samples_per_s * max(1, config.data.workers)
-    )
-    alone = Course(
-        mfu, compute_s, launch_s, 0.0 if loaded is None else batch / loaded, None, None, 0
-    )
+    load_s = 0.0
+    if pace.samples_per_s is not None:
+        load_s = batch / (pace.samples_per_s * max(1, config.data.workers))
+    alone = Course(mfu, compute_s, launch_s, load_s, None, None, 0)
     link, senders = parse_link(place.link, "--link"), max(1, place.server_size // size)
     network = Network(link, senders, PROFILES["nvswitch"], "auto")
 
@@ -389,7 +387,7 @@ def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
             more = f"each worker sends {gb(own)} a step, {own / theirs:.2g} times as much as "
             more += "allreduce, because it gathers a message of every replica"
 
-    pace = task.pace()
+    pace = task.pace
     source = f" ({pace.source})" if place.mfu is None else ""
     assert need.work is not None
     launches, loading = need.work.launches * train.accumulate, ""

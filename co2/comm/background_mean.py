@@ -235,17 +235,11 @@ class BackgroundMean:
         self._bytes_sent += self.bytes_per_mean() if num_bytes is None else num_bytes
 
 
-def new_mean(
-    numel: int,
-    mesh: Mesh,
-    config: CommConfig,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    beside: BackgroundMean | None = None,
-) -> BackgroundMean:
-    """Make a mean for these replicas, which recovers if they may be lost. See `BackgroundMean`."""
+def new_mean(numel: int, mesh: Mesh, *others: Any, **more: Any) -> BackgroundMean:
+    """Make a mean for these replicas, which recovers if they may be lost. The others are arguments
+    of `BackgroundMean`."""
     if mesh.elastic is None:
-        return BackgroundMean(numel, mesh, config, dtype, device, beside)
-    mean = mesh.elastic.new_mean(numel, mesh, config, dtype, device, beside)
+        return BackgroundMean(numel, mesh, *others, **more)
+    mean = mesh.elastic.new_mean(numel, mesh, *others, **more)
     assert isinstance(mean, BackgroundMean)
     return mean

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from co2.config import CommConfig
 from co2.errors import require, require_count
 
 
@@ -29,16 +28,8 @@ class Elastic(Protocol):
     def on_change(self, regroup: Callable[["Mesh"], None]) -> None:
         """See `Mesh.on_change`."""
 
-    def new_mean(
-        self,
-        numel: int,
-        mesh: "Mesh",
-        config: CommConfig,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        beside: Any = None,  # a BackgroundMean, whose module imports this one
-    ) -> object:
-        """Make a `BackgroundMean` that recovers where a replica is lost."""
+    def new_mean(self, *arguments: Any, **more: Any) -> object:
+        """Make a `BackgroundMean` of these arguments that recovers where a replica is lost."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from torch import Tensor
 from co2.comm.background_mean import BackgroundMean
 from co2.comm.mesh import Mesh
 from co2.comm.waiting import thread_ended, until_cut
-from co2.config import CommConfig
 from co2.elastic.members import Expelled, MemberLost, Members, Ticket
 
 T = TypeVar("T")
@@ -72,17 +71,9 @@ class Replicas:
     def on_change(self, regroup: Callable[[Mesh], None]) -> None:
         self._regroups.append(regroup)
 
-    def new_mean(
-        self,
-        numel: int,
-        mesh: Mesh,
-        config: CommConfig,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        beside: BackgroundMean | None = None,
-    ) -> "RecoveringMean":
+    def new_mean(self, *arguments: Any, **more: Any) -> "RecoveringMean":
         """See co2/comm/background_mean.py."""
-        mean = RecoveringMean(self, numel, mesh, config, dtype, device, beside)
+        mean = RecoveringMean(self, *arguments, **more)
         self._means.append(mean)
         self.on_change(mean.regroup)
         return mean
@@ -209,17 +200,8 @@ class RecoveringMean(BackgroundMean):
             `relaunch` of every mean.
     """
 
-    def __init__(
-        self,
-        replicas: "Replicas",
-        numel: int,
-        mesh: Mesh,
-        config: CommConfig,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        beside: BackgroundMean | None = None,
-    ) -> None:
-        super().__init__(numel, mesh, config, dtype, device, beside)
+    def __init__(self, replicas: "Replicas", *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
         self._replicas, self._members = replicas, replicas.members
         self._sent = torch.empty_like(self.buffer)
         self._weights: Mapping[int, int] = {}

@@ -96,7 +96,7 @@ def _row(
         f"{need.flops:.3g}", f"{found.mfu:g}", f"{found.alone_s:.3g}", found.bound_by, *exposed,
         f"{found.days:.3g}", gb(need.held.saved_bytes),
     )  # fmt: skip
-    return row, need.task.pace().source
+    return row, need.task.pace.source
 
 
 def _planned(words: Sequence[str], place: Place, gpus: int | None) -> Need:

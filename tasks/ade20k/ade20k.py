@@ -17,7 +17,7 @@ from co2.config import Optimizer as OptimizerName
 from co2.errors import ConfigError, require
 from co2.limits import Count, Decay, Limited, Positive, Range
 from co2.program import python
-from co2.task import Batch, Pace, Published
+from co2.task import Batch, Published
 from tasks.ade20k import pairs, scenes
 from tasks.ade20k.pairs import Pairs
 from tasks.ade20k.scenes import Scenes
@@ -92,6 +92,7 @@ class ADE20K:
             require(low <= high, "scales", list(self.scales), hint)
 
     version = 2  # batches are cropped and coloured as one
+    pace = CONVOLUTIONS
     unit = "samples"
     units_per_sample = 1
 
@@ -155,10 +156,6 @@ class ADE20K:
         """See `Planned`."""
         rows, crop = self.train.batch_size, self.config.crop
         return torch.zeros(rows, 3, crop, crop), torch.zeros(rows, crop, crop, dtype=torch.uint8)
-
-    def pace(self) -> Pace:
-        """See `Planned`."""
-        return CONVOLUTIONS
 
     def published(self) -> Published | None:
         """See `Planned`."""

@@ -24,7 +24,7 @@ from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require
 from co2.limits import Count
 from co2.program import python
-from co2.task import Batch, Pace, Package, Published
+from co2.task import Batch, Package, Published
 from tasks.glue import passages
 from tasks.glue.examples import Examples
 from tasks.glue.glue_tables import GLUE_TASKS, BadTable, read_examples
@@ -111,6 +111,7 @@ class GLUE:
             require(good, "length", self.length, hint)
 
     version = 1
+    pace = TEXT
     unit = "samples"
     units_per_sample = 1
     heads = ("language.classifier.", "language.lm_head.")
@@ -168,10 +169,6 @@ class GLUE:
         """See `Planned`."""
         rows, kind = self.train.batch_size, torch.float32 if self.num_labels == 1 else torch.int64
         return torch.zeros(rows, self.length, dtype=torch.int64), torch.zeros(rows, dtype=kind)
-
-    def pace(self) -> Pace:
-        """See `Planned`."""
-        return TEXT
 
     def published(self) -> Published | None:
         """See `Planned`. The text whose vocabulary it has is not counted."""

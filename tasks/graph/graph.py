@@ -28,7 +28,7 @@ from co2.errors import ConfigError, require
 from co2.limits import Amount, Count, Decay, Limited, Range
 from co2.program import python
 from co2.streams import BatchCopies
-from co2.task import Batch, Pace, Published, ReadTotals
+from co2.task import Batch, Published, ReadTotals
 from tasks.graph import calls, ginex
 from tasks.graph.ahead import ahead
 from tasks.graph.batches import Batches
@@ -128,6 +128,7 @@ class Graph:
             require(divided, "heads", self.heads, hint)
 
     version = 1
+    pace = UNKNOWN
     unit = "samples"
     units_per_sample = 1
 
@@ -206,10 +207,6 @@ class Graph:
             batch[f"starts{number}"] = torch.zeros(starts, dtype=torch.int64)
             batch[f"sources{number}"] = torch.zeros(sources, dtype=torch.int64)
         return batch
-
-    def pace(self) -> Pace:
-        """See `Planned`."""
-        return UNKNOWN
 
     def published(self) -> Published | None:
         """See `Planned`."""

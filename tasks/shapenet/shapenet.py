@@ -24,7 +24,7 @@ from co2.config import DataConfig, OptimConfig, TrainConfig, at_home
 from co2.errors import require
 from co2.limits import Count, Decay, Inside, Limited
 from co2.program import python
-from co2.task import Batch, Pace, Published
+from co2.task import Batch, Published
 from tasks.shapenet.clouds import (
     PARTS,
     Clouds,
@@ -123,6 +123,7 @@ class ShapeNet:
             require(judged, "modelnet40", self.modelnet40, hint)
 
     version = 1
+    pace = UNKNOWN
     unit = "samples"
     units_per_sample = 1
 
@@ -214,10 +215,6 @@ class ShapeNet:
         config, rows = self.config, self.train.batch_size
         beside = (rows, config.groups) if self.reconstructs else (rows,)
         return torch.zeros(rows, config.points, 3), torch.zeros(beside, dtype=torch.int64)
-
-    def pace(self) -> Pace:
-        """See `Planned`."""
-        return UNKNOWN
 
     def published(self) -> Published | None:
         """See `Planned`."""

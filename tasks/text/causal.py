@@ -126,6 +126,7 @@ class CausalText:
         """See `Planned`."""
         return torch.zeros(self.train.batch_size, self.config.context + 1, dtype=torch.int64)
 
+    @property
     def pace(self) -> Pace:
         """See `Planned`."""
         return TEXT

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require
 from co2.limits import Count, Decay, Limited, PartShare, Range, Share
-from co2.task import Batch, Pace, Package, Published
+from co2.task import Batch, Package, Published
 from tasks.shared.evaluation import evaluating, total
 from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
@@ -154,6 +154,7 @@ class RoBERTa:
             require(self.mask_random <= rest + 1e-9, "mask_random", self.mask_random, hint)
 
     version = 1
+    pace = TEXT
     unit = "tokens"
 
     def __init__(
@@ -201,10 +202,6 @@ class RoBERTa:
         rows, places = self.train.batch_size, self._masking.num_chosen(self.config.context)
         lengths = self.config.context, places, places
         return tuple(torch.zeros(rows, length, dtype=torch.int64) for length in lengths)
-
-    def pace(self) -> Pace:
-        """See `Planned`."""
-        return TEXT
 
     def published(self) -> Published | None:
         """See `Planned`."""

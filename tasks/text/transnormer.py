@@ -44,6 +44,7 @@ class TransNormer(CausalText):
         with seeded(self.train.seed):
             return Model(self.padded_vocab_size, *self.config.cut(SHAPES[self.config.size]))
 
+    @property
     def pace(self) -> Pace:
         """See `Planned`."""
         return LARGE_TEXT if self.config.size is Size["7b"] else TEXT

@@ -159,6 +159,7 @@ class Classification:
         batch = images, torch.zeros(rows, dtype=torch.int64)
         return batch if self.mixing(0, 0) is None else (*batch, torch.zeros(size, size))
 
+    @property
     def pace(self) -> Pace:
         """See `Planned`."""
         rate = None if self.published() is None else PICTURES_PER_S

@@ -99,9 +99,10 @@ class ViT(Classification):
         spared = {"pos_embed", "cls_token"}
         return make_optimizer(model, self.optim, spared, ends={"head.weight"})
 
+    @property
     def pace(self) -> Pace:
         """See `Planned`."""
-        rate = super().pace().samples_per_s
+        rate = super().pace.samples_per_s
         return replace(
             PICTURES, samples_per_s=rate and (AUGMENTED_PER_S if self.changes() else rate)
         )

@@ -223,6 +223,26 @@ def kill_session(process: Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def side_by_side(words: list[str], place: Path, environments: list[dict[str, str]]) -> list[str]:
+    """What the workers of a launcher print, a process for each of these environments. Their store
+    gets a port. All must end well."""
+    logs = [place / f"log_{rank}" for rank in range(len(environments))]
+    tasks = []
+    with held_port() as port:
+        for own, log in zip(environments, logs, strict=True):
+            with log.open("w") as file:
+                env, out = environment(**own, MASTER_PORT=port), file.fileno()
+                tasks.append(fork_program(words, place, env, out, out))
+        try:
+            statuses = [task.wait(LIMIT_S) for task in tasks]
+        finally:
+            for task in tasks:
+                task.kill()
+    texts = [log.read_text() for log in logs]
+    assert statuses == [0] * len(environments), texts
+    return texts
+
+
 def alive(session: int) -> bool:
     """Whether any process of the session still runs."""
     return any(one.session == session for one in running())

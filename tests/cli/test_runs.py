@@ -27,7 +27,6 @@ from co2.train.schedule import learning_rate
 from tasks.toy import CLASSES, Toy
 from tests.cli.harness import (
     ANNOUNCED,
-    LIMIT_S,
     ROOT,
     STORY,
     Run,
@@ -40,10 +39,10 @@ from tests.cli.harness import (
     execute,
     folder_of,
     folders,
-    held_port,
     metrics,
     pooled,
     saved_steps,
+    side_by_side,
     spied,
     started_processes,
     story,
@@ -52,7 +51,7 @@ from tests.cli.harness import (
 from tests.cli.test_checkpoint import held
 from tests.grids import OF_A_KIND, grid, nonempty
 from tests.methods.driver import overrides
-from tests.server import environment, fork_program
+from tests.server import environment
 from tests.tasks.build import toy
 from tests.workers import Pool
 
@@ -320,35 +319,13 @@ class TestWhoStartsTheWorkers:
         assert_same_run(ended.folder, spawned.folder)
 
     def test_a_sweep_by_srun(self, tmp_path: Path, spawned: Run) -> None:
-        with held_port() as port:
-            self._srun(tmp_path, spawned, port)
-
-    def _srun(self, tmp_path: Path, spawned: Run, port: str) -> None:
         runs = tmp_path / "runs"
         own = ("-m", "train.seed=0,1", "launch.workers=7", "tag=srun")
         _, *words = command(*own, *STORY, runs=runs)
-        logs = [tmp_path / f"log_{rank}" for rank in range(2)]
-        tasks = []
-        for rank, log in enumerate(logs):
-            env = environment(
-                SLURM_JOB_ID="77",
-                SLURM_STEP_ID="0",
-                SLURM_NTASKS="2",
-                SLURM_PROCID=str(rank),
-                SLURM_LOCALID=str(rank),
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=port,
-            )
-            with log.open("w") as file:
-                out = file.fileno()
-                tasks.append(fork_program(words, tmp_path, env, out, out))
-        try:
-            statuses = [task.wait(LIMIT_S) for task in tasks]
-        finally:
-            for task in tasks:
-                task.kill()
-        texts = [log.read_text() for log in logs]
-        assert statuses == [0, 0], texts
+        shared = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
+        shared["MASTER_ADDR"] = "127.0.0.1"
+        ranks = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
+        texts = side_by_side(words, tmp_path, [shared | rank for rank in ranks])
         assert "┌" in texts[0] and texts[1] == ""
         names = [str(folder.relative_to(runs / "toy" / "co2")) for folder in folders(runs)]
         assert sorted(names) == ["srun/seed0", "srun/seed1"], "one run after the other"

@@ -350,7 +350,7 @@ def test_intervals_that_the_learning_rate_drives() -> None:
     assert found(1, 0.5, 0.25, 0, longest=3) == [1, 2, 3, 3]
     assert interval(16, 0.25, 7, 3) == 4  # a number of steps counts where there is one
 
-    def rate(step: int) -> float:  # a warm-up, then a share of .9 a step
+    def rate(step: int) -> float:  # a warm-up, then a share of 0.9 a step
         return 0.25 * (step + 1) if step < 4 else 0.9 ** (step - 3)
 
     weight = torch.nn.Parameter(torch.ones(3))

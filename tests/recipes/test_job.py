@@ -12,9 +12,8 @@ from recipes.runs.cells import SummaryJSON, composed_config
 from recipes.runs.collect import collect
 from recipes.runs.job import JobCell
 from recipes.tables import layout
-from tests.cli.harness import LIMIT_S, ROOT, held_port
+from tests.cli.harness import ROOT, side_by_side
 from tests.recipes.job_workers import RECIPE
-from tests.server import environment, fork_program
 
 
 @pytest.fixture
@@ -25,24 +24,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def started(world: int, place: Path) -> list[str]:
     """What each of the workers of a job prints that makes the recipe."""
-    logs = [place / f"log_{rank}" for rank in range(world)]
-    with held_port() as port:
-        shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_PORT": port}
-        tasks = []
-        for rank, log in enumerate(logs):
-            env = environment(RANK=str(rank), LOCAL_RANK=str(rank), **shared)
-            with log.open("w") as file:
-                out = file.fileno()
-                script = str(ROOT / "tests" / "recipes" / "job_workers.py")
-                tasks.append(fork_program([script], place, env, out, out))
-        try:
-            statuses = [task.wait(LIMIT_S) for task in tasks]
-        finally:
-            for task in tasks:
-                task.kill()
-    texts = [log.read_text() for log in logs]
-    assert statuses == [0] * world, texts
-    return texts
+    shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    script = str(ROOT / "tests" / "recipes" / "job_workers.py")
+    return side_by_side([script], place, environments)
 
 
 def test_workers_make_what_is_of_their_number_in_turn(place: Path) -> None:

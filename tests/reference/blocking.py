@@ -3,8 +3,21 @@
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from tests.reference.replica import MOMENTS, Replica, average, mean
+
+
+def displacement(replicas: list[Replica], start: Tensor, tau: int) -> Tensor:
+    """d_t: train a round from x_{t,0}; the mean of what each has moved by, its sign changed."""
+    for replica in replicas:
+        replica.train(tau)
+    return mean(start - replica.weights() for replica in replicas)
+
+
+def begin_from(replicas: list[Replica], weights: Tensor) -> None:
+    for replica in replicas:
+        replica.set_weights(weights)
 
 
 def local_sgd(replicas: list[Replica], tau: int) -> Iterator[None]:
@@ -12,9 +25,7 @@ def local_sgd(replicas: list[Replica], tau: int) -> Iterator[None]:
     while True:
         for replica in replicas:
             replica.train(tau)
-        average = mean(replica.weights() for replica in replicas)
-        for replica in replicas:
-            replica.set_weights(average)
+        begin_from(replicas, mean(replica.weights() for replica in replicas))
         yield
 
 
@@ -30,15 +41,12 @@ def slowmo(
     start = replicas[0].weights()
     m = torch.zeros_like(start)
     while True:
-        for replica in replicas:
-            replica.train(tau)
-        d = mean(start - replica.weights() for replica in replicas)
+        d = displacement(replicas, start, tau)
         gamma = replicas[0].lr_by_element()
         cold = gamma == 0
         m = outer_momentum * m + torch.where(cold, d, d / gamma)
         start = start - outer_lr * torch.where(cold, d, gamma * m)
-        for replica in replicas:
-            replica.set_weights(start)
+        begin_from(replicas, start)
         yield
 
 
@@ -56,13 +64,10 @@ def diloco(
     start = replicas[0].weights()
     v = torch.zeros_like(start)
     while True:
-        for replica in replicas:
-            replica.train(tau)
-        d = mean(start - replica.weights() for replica in replicas)
+        d = displacement(replicas, start, tau)
         v = outer_momentum * v + d
         start = start - outer_lr * (d + outer_momentum * v)
-        for replica in replicas:
-            replica.set_weights(start)
+        begin_from(replicas, start)
         for field in MOMENTS if average_moments else ():
             average(replicas, field)
         yield
@@ -79,11 +84,8 @@ def co2_released(
     start = replicas[0].weights()
     m = torch.zeros_like(start)
     while True:
-        for replica in replicas:
-            replica.train(tau)
-        d = mean(start - replica.weights() for replica in replicas)
+        d = displacement(replicas, start, tau)
         m = outer_momentum * m + d / gap_penalty
         start = start - outer_lr * m
-        for replica in replicas:
-            replica.set_weights(start)
+        begin_from(replicas, start)
         yield

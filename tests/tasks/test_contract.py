@@ -221,7 +221,7 @@ def test_a_plan_has_room_for_every_batch(name: str, root: Path, path: Path | Non
     """Of `Planned`: the types of real batches, and shapes that are no smaller."""
     task = small_task(name, root, path, WORKERS)
     assert isinstance(task, Planned)
-    pace = task.pace()
+    pace = task.pace
     assert 0 < pace.mfu < 1 and pace.source and pace.samples_per_s is None, "no files to decode"
     blank = task.blank()
     for batch in drawn(task, 0, 0, 3):
