@@ -2,7 +2,7 @@
 
     python -m recipes run rounds                           its trials, then what won in them
 
-Cost: 91 trials of 6 to 70 seconds and 120 runs of 6 seconds (25 rounds) to 4 minutes (1,000) on 2
+Cost: 123 trials of 6 to 70 seconds and 138 runs of 6 seconds (25 rounds) to 4 minutes (1,000) on 2
 cores, two hours and three quarters. 21 further runs of AllReduce, of 50 to 3,000 rounds, train for
 84,600 steps with each of three seeds: an hour and a half to three hours.
 Found (results/tables/rounds.md): CO2 with its steady gap comes nearer to AllReduce with more
@@ -91,7 +91,30 @@ RIVALS = {
     Row("DeMo", ("method=demo", "optim.name=sgd", "optim.momentum=0")): ("3e-3", "6e-3", "1.2e-2"),
 }
 """Trained for 100 rounds alone, each at the best of three rates."""
-ROWS = (*BASES, *VARIANTS, *ALONE, *RIVALS)
+LIGHT = "co2_keep.momentum_weight=0.2"
+FRAGMENTS = {
+    Row(f"{CO2_KEEP.name}, 4 fragments", (*CO2_KEEP.overrides, "co2_keep.fragments=4")): (
+        ("co2_keep.keep_local=0.5", LIGHT),
+    ),
+    Row(f"{CO2_KEEP.name}, 12 fragments", (*CO2_KEEP.overrides, "co2_keep.fragments=12")): (
+        ("co2_keep.keep_local=1", LIGHT),
+    ),
+    Row(
+        "Streaming DiLoCo, 4 fragments",
+        (
+            "method=streaming_diloco",
+            "streaming_diloco.fragments=4",
+            "streaming_diloco.delay=null",
+        ),
+    ): (
+        ("streaming_diloco.outer_lr=0.7", "streaming_diloco.outer_momentum=0.9"),
+        ("streaming_diloco.outer_lr=1", "streaming_diloco.outer_momentum=0"),
+    ),
+}
+"""And the outer settings that are tried with each rate. Those of kept progress are what an
+independent simulation of four replicas found; Streaming DiLoCo's are conf's and those of plain
+averaging. Its fragments are layers, of which this model has five."""
+ROWS = (*BASES, *VARIANTS, *ALONE, *RIVALS, *FRAGMENTS)
 OTHERS = ROWS[1:]
 DRAWN = BASES[1:]
 """Those with a line in the figures; variants would hide them."""
@@ -128,7 +151,7 @@ def column(rounds: int) -> Column:
     """Validation loss after so many rounds."""
     left_out = [
         *(RIVALS | ALONE if rounds != 100 else ()),
-        *(VARIANTS if rounds not in (100, 300) else ()),
+        *(VARIANTS | FRAGMENTS if rounds not in (100, 300) else ()),
     ]
     if rounds not in ROUNDS:
         left_out = [row for row in ROWS if row.name != ALLREDUCE]
@@ -152,8 +175,16 @@ def rates_of(base: Row) -> tuple[str, ...]:
 def trials_of(rounds: int) -> Column:
     """Validation loss of the trials of this number of rounds."""
     rivals = [trial for row, rates in RIVALS.items() for trial in at_rates(row, rates)]
-    without = () if rounds == 100 else tuple(trial.name for trial in rivals)
-    return trial_column(name(rounds), words(rounds), without)
+    parts = [trial for row in FRAGMENTS for trial in trials_in_fragments(row)]
+    left_out = [*(rivals if rounds != 100 else ()), *(parts if rounds not in (100, 300) else ())]
+    return trial_column(name(rounds), words(rounds), tuple(trial.name for trial in left_out))
+
+
+def trials_in_fragments(row: Row) -> Iterator[Row]:
+    """The trials of a row of `FRAGMENTS`: every rate with each of its outer settings."""
+    for settings in FRAGMENTS[row]:
+        named = ", ".join(setting.partition(".")[2] for setting in settings)
+        yield from at_rates(Row(f"{row.name}, {named}", (*row.overrides, *settings)), RATES)
 
 
 def gaps(ours: Rows) -> dict[str, Gaps]:
@@ -358,6 +389,7 @@ RECIPE = TunedRecipe(
         row.name: at_rates(base, rates_of(base))
         for row, base in ({row: row for row in BASES} | VARIANTS | ALONE).items()
     }
-    | {row.name: at_rates(row, rates) for row, rates in RIVALS.items()},
+    | {row.name: at_rates(row, rates) for row, rates in RIVALS.items()}
+    | {row.name: tuple(trials_in_fragments(row)) for row in FRAGMENTS},
     tuned_in={name(rounds): trials_of(tuned_rounds(rounds)) for rounds in CURVE},
 )

@@ -420,7 +420,8 @@ def test_the_longest_training_has_the_rate_of_one_that_was_tuned(place: Path) ->
     assert [rounds.tuned_rounds(r) for r in rounds.CURVE] == [25, 25, 100, 300, *[300] * 7]
     cells = [cell for *_, cell in rounds.RECIPE.trials.cells("smoke")]
     rivals = len(rounds.RIVALS) * 3
-    assert len(cells) == len(rounds.BASES) * 4 * 3 + 3 + rivals, "four rates, DiLoCo five"
+    parts = (1 + 1 + 2) * 4 * 2
+    assert len(cells) == len(rounds.BASES) * 4 * 3 + 3 + rivals + parts, "four rates, DiLoCo five"
     for r in rounds.ROUNDS:
         own = words(rounds.RECIPE, CO2, rounds.name(r))
         assert f"train.steps={12 * r}" in own and "optim.lr=8e-3" in own
