@@ -8,12 +8,12 @@ may take are no knobs: they are what a comparison is about. So is `shard`, which
 import bisect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from co2.config import Config
 
-Value = str | float | bool
+Value = str | float | bool | None
 RATE = "optim.lr"
 RATE_STEP = 2**0.5
 """Factor between two learning rates of the grid."""
@@ -81,8 +81,9 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
     "eager_diloco": _OUTER,
     "streaming_diloco": (
         *_OUTER,
-        # Streaming DiLoCo (2501.18512): 0.5.
+        # Streaming DiLoCo (2501.18512): 0.5, and three layers in each fragment.
         Knob("mixing", (0.0, 0.25, 0.5, 0.75, 1.0), high=1.0),
+        Knob("fragments", (1, 2, 4), low=1, high=12, unit=Unit.parts),
     ),
     # Overlap-Local-SGD (2002.09539): 0.6 and 0.7.
     "overlap_local_sgd": (_PULL, _MOMENTUM),
@@ -134,6 +135,11 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
     ),
 }
 """By method. One that is not here has all its trials for the learning rate."""
+HELD: Mapping[str, Mapping[str, Value]] = {
+    # τ/P, so that its means are hidden as long as those of co2_keep's fragments.
+    "streaming_diloco": {"delay": None},
+}
+"""By method, settings that all its trials have."""
 
 Places = Mapping[str, int]
 """Of every number to tune, by its full name: where it is among its values."""
@@ -147,6 +153,8 @@ class Space:
     """By full name, the learning rate first; with conf's own values among the others."""
     start: Places
     """conf's own values."""
+    held: Mapping[str, Value] = field(default_factory=dict)
+    """What is not tuned, by full name."""
 
     @classmethod
     def of(cls, config: Config, moments: bool = False) -> "Space":
@@ -169,7 +177,8 @@ class Space:
                 values = (*knob.values[:place], default, *knob.values[place:])
                 knob = replace(knob, values=values)
             knobs[name], start[name] = knob, place
-        return cls(knobs, start)
+        held = HELD.get(config.method, {}).items()
+        return cls(knobs, start, {f"{config.method}.{key}": value for key, value in held})
 
     def words(self, places: Places, steps: int, tau: object) -> dict[str, Value]:
         """The settings of a run by their full names.
@@ -179,7 +188,7 @@ class Space:
             steps: of the run.
             tau: its τ; None for a method without one.
         """
-        found: dict[str, Value] = {}
+        found: dict[str, Value] = dict(self.held)
         for name, knob in self.knobs.items():
             value = knob.at(places[name])
             if knob.unit is not Unit.plain:

@@ -364,8 +364,8 @@ def at_border(search: Sequence[Line], best: Line) -> list[str]:
     found = []
     for name, value in settings(best).items():
         tried = [own[name] for own in short.values()]
-        if any(isinstance(one, str) for one in tried):
-            continue  # a kind of gap, which was a knob
+        if any(isinstance(one, str | None) for one in tried):
+            continue  # a kind of gap, which was a knob; or what all trials have
         at_end = short[best["trial"]][name] in (min(tried), max(tried))
         if at_end and not at_legal_end(best["method"], name, value, best["tau"]):
             found.append(name)
@@ -419,4 +419,6 @@ def _conclude(search: Search, trials: int) -> bool:
 
 def _text(value: Value) -> str:
     """A value as on the command line."""
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

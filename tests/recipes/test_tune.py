@@ -22,7 +22,7 @@ from recipes.runs import cells
 from recipes.runs.cells import TrainCell, composed_config
 from recipes.tuning import tune
 from recipes.tuning.proposals import AT_ONCE, Proposals
-from recipes.tuning.spaces import KNOBS, RATE, Knob, Places, Space
+from recipes.tuning.spaces import HELD, KNOBS, RATE, Knob, Places, Space
 from recipes.tuning.tune import FINALISTS, schedule_words, tune_methods
 from tests.cli.harness import TOY
 from tests.recipes.trained import trained
@@ -198,7 +198,11 @@ def test_every_method_has_a_space_and_every_value_is_legal(conf: Path) -> None:
         tau = getattr(base.method_config, "tau", None)
         for name, value in space.words(space.start, base.train.steps, tau).items():
             node = base.optim if name == RATE else base.method_config
-            assert value == getattr(node, name.partition(".")[2]), f"{name} is conf's own"
+            own = space.held.get(name, getattr(node, name.partition(".")[2]))
+            assert value == own, f"{name} is conf's own"
+        for key, value in HELD.get(method, {}).items():
+            assert space.held[f"{method}.{key}"] == value
+            dataclasses.replace(base.method_config, **{key: value})
         for name, knob in list(space.knobs.items())[1:]:
             proposals = Proposals(space)
             for side in (-1, 1) * 3:
