@@ -32,6 +32,8 @@ class Entry:
     """Rounds between two means of each vector that is averaged beside the weights."""
     average_moments: bool = False
     """Whether it has this setting, with which two further vectors are averaged in every round."""
+    fragments: bool = False
+    """Whether it has this setting: parts of the model that are exchanged one after the other."""
     elastic: bool = True
     """Whether replicas can come and go at a round's end; if not, `refusals` tells why."""
     not_simulated: str = ""
@@ -62,7 +64,7 @@ CATALOGUE = {
     "overlap_local_sgd": Entry("OverlapLocalSGD", Blocking.beyond_delay, copies=3),
     "cocod_sgd": Entry("CoCoDSGD", Blocking.beyond_delay, copies=3),
     "streaming_diloco": Entry(
-        "StreamingDiLoCo", Blocking.beyond_delay, copies=3,
+        "StreamingDiLoCo", Blocking.beyond_delay, copies=3, fragments=True,
         not_simulated="each fragment of its model has rounds of its own",
     ),
     "eager_diloco": Entry("EagerDiLoCo", Blocking.beyond_delay, copies=4),
@@ -72,7 +74,9 @@ CATALOGUE = {
         exchange="gather", share=(82 * 14 + 32) / (4096 * 32), elastic=False,
     ),
     "co2": Entry("CO2", Blocking.beyond_delay, copies=3, average_moments=True),
-    "co2_keep": Entry("CO2Keep", Blocking.beyond_delay, copies=3, average_moments=True),
+    "co2_keep": Entry(
+        "CO2Keep", Blocking.beyond_delay, copies=3, average_moments=True, fragments=True
+    ),
     "co2_released": Entry("CO2Released", Blocking.always, copies=3),
     "acco": Entry("ACCO", Blocking.beyond_delay, copies=2, rounds=False, elastic=False),
     "sparta": Entry(

@@ -22,7 +22,7 @@ with program.starting(__name__, slow=False):
     from co2_measure.simulate import paper
     from co2_measure.simulate.failures import LLAMA_MTBF_HOURS
     from co2_measure.simulate.goodput import goodput_report
-    from co2_measure.simulate.methods import SIMULATED, WITH_MOMENTS
+    from co2_measure.simulate.methods import SIMULATED, WITH_FRAGMENTS, WITH_MOMENTS
     from co2_measure.simulate.models import MODELS
     from co2_measure.simulate.network import COLLECTIVES
     from co2_measure.simulate.options import Options
@@ -67,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--tau", default="12", help="steps of a round")
     moments = f"Adam's moments travel too: {', '.join(WITH_MOMENTS)}"
     add("--average-moments", action="store_true", help=moments)
+    parts = f"parts of the model, sent one after the other: {', '.join(WITH_FRAGMENTS)}"
+    add("--fragments", default="1", help=parts)
     add = parser.add_argument_group("the model, and what a step costs to compute").add_argument
     add("--model", default="gpt2-small", help=", ".join(MODELS))
     add("--units", help="tokens or images per GPU and step")

@@ -27,6 +27,8 @@ OVERLAPPED = _with_rounds(Blocking.beyond_delay)
 SIMULATED = (*NO_ROUNDS, *BLOCKING, *OVERLAPPED)
 WITH_MOMENTS = tuple(name for name, entry in ENTRIES.items() if entry.average_moments)
 """Methods with `average_moments`, under which two further vectors travel in every round."""
+WITH_FRAGMENTS = tuple(name for name, entry in ENTRIES.items() if entry.fragments)
+"""Methods with `fragments`, which travel one after the other."""
 
 
 def require_simulated(key: str, method: str) -> None:

@@ -8,7 +8,7 @@ from co2.arguments import number, whole
 from co2.errors import nearest, require
 from co2.gpus import known_gpu
 from co2_measure.simulate.failures import Faults
-from co2_measure.simulate.methods import NO_ROUNDS, require_simulated
+from co2_measure.simulate.methods import ENTRIES, NO_ROUNDS, require_simulated
 from co2_measure.simulate.models import MODELS, WIRE_BYTES
 from co2_measure.simulate.network import COLLECTIVES, Network, parse_link
 from co2_measure.simulate.schedule import Figures, Noise, simulate
@@ -59,6 +59,11 @@ class Options:
         self.bucket_mb = number("--bucket-mb", args.bucket_mb, 0.01)
         self.backward_share = number("--backward-share", args.backward_share, 0.0, 1.0)
         self.average_moments: bool = args.average_moments
+        self.fragments = whole("--fragments", args.fragments)
+        """Of methods that have them."""
+        within = [tau for tau in self.taus if tau >= self.fragments]
+        hint = f"must be at most --tau, which is {min(self.taus)}"
+        require(within == self.taus, "--fragments", self.fragments, hint)
         self.rounds = whole("--rounds", args.rounds)
         self.noise, self.faults = _noise(args), _faults(args)
         self.num_failures = whole("--failures", args.failures)
@@ -86,6 +91,7 @@ class Options:
             bucket_bytes=round(self.bucket_mb * 2**20),
             backward_share=self.backward_share,
             average_moments=self.average_moments,
+            fragments=self.fragments if ENTRIES[method].fragments else 1,
             noise=self.noise,
         )
 

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 
-from co2_measure.simulate.methods import LIMIT, label
+from co2_measure.simulate.methods import LIMIT, WITH_FRAGMENTS, label
 from co2_measure.simulate.models import MODELS
 from co2_measure.simulate.options import Options
 from co2_measure.simulate.report import Panel, Report, report_of
@@ -57,6 +57,8 @@ def _statement(options: Options) -> str:
     unit = MODELS[options.model].unit
     network = next(iter(options.networks.values()))
     noise, differ = options.noise, ""
+    if options.fragments > 1:
+        differ += f"In {options.fragments} fragments: {', '.join(WITH_FRAGMENTS)}. "
     if noise.jitter:
         differ += f"Jitter {noise.jitter:g} of a step's time, seed {noise.seed}. "
     if noise.slow_count or noise.slow_share:

@@ -6,8 +6,8 @@ for all. A collective begins when the last replica has launched it, and not befo
 on the same group is over; its buckets run one after another.
 
 The simulation leaves out the arithmetic of the outer step, the slowing down of computation by the
-communication beside it, data loading, and a `delay` below a round: an overlapped mean has a whole
-round to arrive.
+communication beside it, data loading, and a `delay` below what there is: an overlapped mean has a
+whole round to arrive, and that of one of P fragments a P-th of it, until the next one is sent.
 """
 
 import math
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from co2.config import Blocking
-from co2.errors import require_number
+from co2.errors import require, require_number
 from co2_measure.simulate.methods import ALLREDUCE, ENTRIES, LIMIT, require_simulated
 from co2_measure.simulate.network import Carrier, ring_bytes
 
@@ -118,6 +118,7 @@ def simulate(
     bucket_bytes: int = BUCKET_BYTES,
     backward_share: float = 2 / 3,
     average_moments: bool = False,
+    fragments: int = 1,
     noise: Noise = NO_NOISE,
 ) -> Figures:
     """Simulate `steps` steps of data-parallel training by `workers` replicas.
@@ -136,6 +137,8 @@ def simulate(
         backward_share: share of the step during which gradients become ready, at its end; under
             allreduce they are sent meanwhile. Backward costs about twice the forward pass.
         average_moments: whether methods that can also average Adam's two moments.
+        fragments: P, equal parts of the vector that travel one after the other, in methods that
+            have them; at most τ.
 
     Raises:
         ConfigError: the method is not simulated, `step_s` is no finite time above 0 s, or the
@@ -144,12 +147,16 @@ def simulate(
     require_simulated("method", method)
     require_number("step_s", step_s, 1e-12, "must be a finite time above 0 s")
     network.check(workers)
+    entry = ENTRIES[method]
+    parts = fragments if entry.fragments else 1
+    require(1 <= parts <= tau, "fragments", parts, f"must be 1 to tau, which is {tau}")
 
     replicas = Replicas(workers, step_s, noise)
-    sent = sending(method, vector_bytes, bucket_bytes, network, workers)
+    sent = sending(method, vector_bytes // parts, bucket_bytes, network, workers)
     advance = advance_of(method, sent, backward_share)
-    entry = ENTRIES[method]
     length = tau if entry.rounds else steps if method == LIMIT else 1
+    # A fragment's mean has the steps until the next one is sent.
+    lengths = [(n + 1) * length // parts - n * length // parts for n in range(parts)]
 
     rounds, rest = divmod(steps, length)
     clocks = began = np.zeros_like(replicas.step_s)
@@ -159,11 +166,12 @@ def simulate(
         if number == 0:
             began = clocks
         vectors = entry.vectors_in(number + 1, average_moments)
-        clocks, exposed, comm = advance(clocks, replicas.seconds(length), vectors)
-        if number >= 0:
-            exposed_s += float(exposed.mean())
-            comm_s += float(comm.mean())
-            carried += vectors
+        for part in lengths:
+            clocks, exposed, comm = advance(clocks, replicas.seconds(part), vectors)
+            if number >= 0:
+                exposed_s += float(exposed.mean())
+                comm_s += float(comm.mean())
+                carried += vectors
     clocks = clocks + replicas.seconds(rest)
     own_s = clocks - began
     exposed_s = max(0.0, exposed_s)  # a sum of differences of clocks, which round
@@ -175,8 +183,8 @@ def simulate(
         step_s=float(own_s.mean()) / steps,
         exposed_s=exposed_s / steps,
         exposed_share=exposed_s / float(own_s.mean()),
-        comm_s=comm_s / max(rounds, 1),
-        wire_s=sent.wire_s * carried / max(rounds, 1),
+        comm_s=comm_s / max(rounds * parts, 1),
+        wire_s=sent.wire_s * carried / max(rounds * parts, 1),
         overlap=max(0.0, 1 - exposed_s / comm_s) if comm_s > 0 else None,
         bytes_per_step=sent.num_bytes * carried / steps,
     )

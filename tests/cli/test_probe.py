@@ -7,7 +7,7 @@ import torch
 
 import train
 from co2.app import probe
-from co2.app.probe import Curve, Measured, forecast, report
+from co2.app.probe import Curve, Measured, best_forecast, forecast, report
 from co2.catalogue import CATALOGUE
 from co2.errors import REFUSED
 from co2.methods.shared.auto_tau import CHOICES
@@ -70,6 +70,18 @@ def test_buckets_are_sent_one_after_another() -> None:
     found = Measured(4, 1.0, 1.0, 4 * NUMEL, late, late)
     shares = [forecast(found, "local_sgd", 4, 4 * NUMEL // parts).share for parts in (1, 4)]
     assert shares == pytest.approx([1 / 5, 4 / 8])
+
+
+def test_fragments_are_taken_where_their_latency_is_hidden() -> None:
+    """A mean of a twelfth or a quarter has a twelfth or a quarter of 12 s."""
+    for latency_s, fragments in ((0.4, 12), (1.5, 4), (3.0, 1)):
+        late = Curve([4, 4 * NUMEL], [latency_s, latency_s + 6.0])
+        found = Measured(4, 1.0, 1.0, 4 * NUMEL, late, late)
+        best = best_forecast(found, "co2_keep", 12, 4 * NUMEL)
+        assert best.fragments == fragments and best.share <= 0.01
+        words = f"co2_keep.fragments={fragments}"
+        assert (words in report(found, 12, 4 * NUMEL, [])) == (fragments > 1)
+        assert best_forecast(found, "co2", 12, 4 * NUMEL).fragments == 1
 
 
 def test_every_method_is_told_with_the_command_that_starts_it() -> None:

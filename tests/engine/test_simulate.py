@@ -17,6 +17,7 @@ import torch
 import co2
 from benchmarks.simulator import PAYLOAD_SHARE, points
 from co2.catalogue import CATALOGUE
+from co2.errors import ConfigError
 from co2.methods import METHODS
 from co2_measure.simulate import paper as paper_scaling
 from co2_measure.simulate.__main__ import main
@@ -39,6 +40,7 @@ from co2_measure.simulate.methods import (
     LIMIT,
     OVERLAPPED,
     SIMULATED,
+    WITH_FRAGMENTS,
     WITH_MOMENTS,
 )
 from co2_measure.simulate.network import COLLECTIVES, Link, Network, parse_link, ring_s
@@ -195,6 +197,27 @@ def test_none_is_the_limit():
     found = run("none", units_per_step=3)
     assert found.throughput == pytest.approx(4 * 3)
     assert found.comm_s == found.exposed_s == 0 and found.overlap is None
+
+
+@pytest.mark.parametrize("method", sorted({*OVERLAPPED} & {*WITH_FRAGMENTS}))
+def test_fragments_send_as_much_and_each_has_a_latency(method):
+    """6 phases of 0.2 s beside 1.5 s of bytes: 2.7 s of 4 as a whole, 1.575 s of 1 in four parts.
+    Of three parts two have one step and one has two."""
+    late = Network(Link(8e6, 0.2))
+    whole, cut = run(method, network=late), run(method, network=late, fragments=4)
+    assert whole.exposed_s == 0 and cut.exposed_s == pytest.approx(0.575)
+    assert (cut.wire_s, cut.comm_s) == pytest.approx((1.575, 1.575))
+    assert cut.bytes_per_step == whole.bytes_per_step
+    assert run(method, fragments=4).exposed_s == 0, "without latency"
+    uneven = run(method, vector_bytes=3 * 10**6, fragments=3)
+    assert uneven.exposed_s * 4 == pytest.approx(2 * 0.5), "1.5 s each"
+    with pytest.raises(ConfigError, match=r"^fragments=5: must be 1 to tau, which is 4$"):
+        run(method, fragments=5)
+
+
+def test_other_methods_have_no_fragments():
+    for method in {*SIMULATED} - {*WITH_FRAGMENTS}:
+        assert run(method, fragments=4) == run(method)
 
 
 def events(method, seconds, wire_s, tau, steps, shares, backward_share):

@@ -74,6 +74,7 @@ def test_the_catalogue_says_what_the_class_does(name: str) -> None:
     entry, keys = CATALOGUE[name], METHODS[name].Config.__dataclass_fields__
     assert entry.rounds == ("tau" in keys)
     assert entry.average_moments == ("average_moments" in keys)
+    assert entry.fragments == ("fragments" in keys)
     assert entry.elastic == (ELASTIC not in METHODS[name]().refusals())
 
 
