@@ -16,7 +16,7 @@ from co2.catalogue import CATALOGUE
 from co2.config import Blocking, CommConfig, CommDevice, Precision
 from co2.errors import ConfigError
 from co2.methods import METHODS
-from co2.methods.base import BF16, ELASTIC, HOST, QUORUM
+from co2.methods.base import BF16, ELASTIC, HOST
 from tests.cli.harness import ROOT
 from tests.grids import OF_A_KIND, grid
 from tests.methods import problem
@@ -102,41 +102,6 @@ def test_elastic_runs_refuse_what_the_page_says() -> None:
     [refused] = re.findall(r"^- Refused: (.*?)`co2\.shard", limits, re.M | re.S)
     elastic = {name for name, entry in CATALOGUE.items() if entry.elastic}
     assert {*re.findall(r"`(\w+)`", refused)} == METHODS.keys() - elastic
-
-
-def refusing(key: str, value: str) -> set[str]:
-    """The methods that refuse a value at their default settings."""
-
-    def refuses(name: str) -> bool:
-        try:
-            METHODS[name]().refuse(key, value)
-        except ConfigError:
-            return True
-        return False
-
-    return {name for name in METHODS if refuses(name)}
-
-
-def test_methods_refuse_what_the_pages_say() -> None:
-    """Of each line those before the semicolon; what follows are settings."""
-    _, _, lines = (DOCS / "cluster.md").read_text().partition("**Refused**")
-    told = re.findall(r"^- `([\w.]+)=(\w+)`(.*?): (.*?);", lines, re.M)
-    assert len(told) == 5
-    for key, first, more, names in told:
-        for value in (first, *re.findall(r"`(\w+)`", more)):
-            assert {*re.findall(r"`(\w+)`", names)} == refusing(key, value), f"{key}={value}"
-    _, _, quorum = (DOCS / "elastic.md").read_text().partition("launch.quorum=K")
-    [names] = re.findall(r"^- Refused: (.*?);", quorum, re.M)
-    # Those that no elastic run has are named once, at its limits.
-    elastic = {name for name, entry in CATALOGUE.items() if entry.elastic}
-    assert {*re.findall(r"`(\w+)`", names)} == refusing(QUORUM, "2") & elastic
-
-
-def test_runs_go_on_with_other_workers_but_where_the_page_says() -> None:
-    _, _, others = (DOCS / "runs.md").read_text().partition("**Other workers.**")
-    [names] = re.findall(r"Refused: (.*?), `co2\.shard", others, re.S)
-    kept = {name for name, entry in CATALOGUE.items() if entry.any_number}
-    assert {*re.findall(r"`(\w+)`", names)} == METHODS.keys() - kept
 
 
 def measured(rank: int, world: int, name: str) -> tuple[float, float, int]:
