@@ -36,8 +36,9 @@ class Facts:
         return _MARKED.sub(lambda found: f"{found[1]}{self.told(found[2])}{found[3]}", text)
 
     def told(self, key: str) -> str:
-        """What stands at one place. Raises `ConfigError` where no recipe has it."""
-        kind, *words = key.split("|")
+        """What stands at one place, in a table with \\| for |. Raises `ConfigError` where no recipe
+        has it."""
+        kind, *words = key.replace("\\|", "|").split("|")
         try:
             return self._KINDS[kind](self, *words)
         except (KeyError, TypeError) as error:
