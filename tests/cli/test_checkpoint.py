@@ -597,8 +597,8 @@ def slow_disk(seconds: float) -> Iterator[None]:
 
 
 def test_training_goes_on_while_the_disk_is_slow(workers: Pool, tmp_path: Path) -> None:
-    """Every fsync takes half a second, and still the steps after the first checkpoint are told before
-    it is published. The summary says how long training has stood still."""
+    """Every fsync takes half a second, and still the steps after the first checkpoint are told
+    before it is published. The summary says how long training has stood still."""
     arguments = ("method=co2", "co2.tau=3", "train.steps=12", "log.every=1", "checkpoint.every=6")
     runs = {}
     for name, setup in (("slow", slow_disk), ("quick", contextlib.nullcontext)):
