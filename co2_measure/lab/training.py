@@ -105,17 +105,7 @@ def _run_workers(
     with SlowNetwork(rates, dict(conditions.slow_cpus), cores) as network:
         processes = []
         for worker in range(trial.workers):
-            env = {
-                **os.environ,
-                "RANK": str(worker),
-                "WORLD_SIZE": str(trial.workers),
-                "LOCAL_RANK": str(worker),
-                "LOCAL_WORLD_SIZE": str(trial.workers),  # they share this machine's cores
-                "MASTER_ADDR": network.address(0),
-                "MASTER_PORT": "29500",
-                "GLOO_SOCKET_IFNAME": "eth0",
-                "NCCL_SOCKET_IFNAME": "eth0",
-            }
+            env = environment(worker, trial.workers, network.address(0))
             processes.append(network.start(worker, command, env))
         while not any(statuses := [process.poll() for process in processes]) and None in statuses:
             if changes and began is None and _has_begun(folder, trial):
@@ -128,6 +118,21 @@ def _run_workers(
         failed = [number for number, status in enumerate(statuses) if status]
         if failed:
             raise TrialFailed(f"{trial}: {_reason(processes, failed[0])}")
+
+
+def environment(worker: int, workers: int, address: str) -> dict[str, str]:
+    """What a launcher would set for a worker in a network namespace, with worker 0 at `address`."""
+    return {
+        **os.environ,
+        "RANK": str(worker),
+        "WORLD_SIZE": str(workers),
+        "LOCAL_RANK": str(worker),
+        "LOCAL_WORLD_SIZE": str(workers),  # they share this machine's cores
+        "MASTER_ADDR": address,
+        "MASTER_PORT": "29500",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "eth0",
+    }
 
 
 def _has_begun(folder: Path, trial: Trial) -> bool:

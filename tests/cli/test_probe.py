@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import train
+from benchmarks.probe import shares_in
 from co2.app import probe
 from co2.app.probe import Curve, Measured, best_forecast, forecast, report
 from co2.catalogue import CATALOGUE
@@ -92,6 +93,7 @@ def test_every_method_is_told_with_the_command_that_starts_it() -> None:
     assert {row[1] for row in rows} == ENTRIES.keys() - {LIMIT}
     waits = [float(row[3].rstrip("%")) for row in rows]
     assert waits == sorted(waits)
+    assert shares_in("\n".join(lines)) == {row[1]: float(row[3].rstrip("%")) for row in rows}
     (words,) = [row[7].split() for row in rows if row[1] == "co2"]
     assert words == ["train.py", "task=gpt2", "launch.workers=4", "method=co2", "co2.tau=12"]
 

@@ -1,0 +1,87 @@
+"""`python -m co2 probe` held against the laboratory: predicted and measured waiting.
+
+    sudo .venv/bin/python -m benchmarks.probe
+
+For each rate the probe runs on links in network namespaces, once, as a user would run it there;
+then each method trains on the same links, as in the laboratory. The task is the laboratory's.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import report
+from co2_measure.lab.slow_network import SlowNetwork, check_root
+from co2_measure.lab.training import TASK, environment, train
+from co2_measure.lab.trial import Conditions, Trial
+
+GOAL = 5.0
+"""Points between the two shares."""
+HEAD = ["Mbit/s", "method", "predicted waiting, %", "measured, %", "points apart"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mbit", default="20,100")
+    parser.add_argument("--methods", default="allreduce,local_sgd,co2,co2_keep,acco,sparseloco")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=1, help="trainings, whose median counts")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    args = parser.parse_args()
+    check_root()
+    rows, apart = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for mbit in map(float, args.mbit.split(",")):
+            predicted = probed(args.workers, mbit, Path(folder))
+            for method in args.methods.split(","):
+                shares = [
+                    train(Trial(args.workers, mbit, method, n), Conditions(), Path(folder))
+                    for n in range(args.repeats)
+                ]
+                measured = 100 * statistics.median(one["exposed_share"] for one in shares)
+                apart.append(abs(predicted[method] - measured))
+                values = (predicted[method], measured, predicted[method] - measured)
+                rows.append([f"{mbit:g}", method, *(f"{value:.1f}" for value in values)])
+                print(*rows[-1], sep="  ", flush=True)
+    within = sum(one <= GOAL for one in apart)
+    report.write(
+        args.out / "probe.md",
+        "What `co2 probe` predicts, and what training measures",
+        f"{args.workers} workers, τ = 12, the laboratory's GPT-2 of 1.3 M parameters; {within} of "
+        f"{len(apart)} are at most {GOAL:g} points apart (the goal), the largest {max(apart):.1f}.",
+        HEAD,
+        rows,
+    )
+
+
+def probed(workers: int, mbit: float, folder: Path) -> dict[str, float]:
+    """By method, the percentage of the time that the probe says it waits."""
+    trial = Trial(workers, mbit, "probe", 0)
+    command = [sys.executable, "-m", "co2", "probe", *TASK, f"runs={folder / 'probe'}"]
+    with SlowNetwork([mbit] * workers, cores=Conditions().cores(trial)) as network:
+        processes = [
+            network.start(worker, command, environment(worker, workers, network.address(0)))
+            for worker in range(workers)
+        ]
+        texts = [process.communicate()[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes), texts
+    return shares_in(texts[0])
+
+
+def shares_in(text: str) -> dict[str, float]:
+    """The column "waits" of the probe's table, by method."""
+    rows: Sequence[list[str]] = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if line.startswith("| ")
+    ]
+    head, *others = rows
+    at = head.index("waits")
+    return {row[0]: float(row[at].rstrip("%")) for row in others}
+
+
+if __name__ == "__main__":
+    main()
