@@ -51,7 +51,11 @@ def voted(
     if mesh.num_workers == 1:
         return StopVote(None, 0, tuple, signals, done)
     store = dist.distributed_c10d._get_default_store().clone()
-    return StopVote(store, mesh.worker, lambda: range(mesh.num_workers), signals, done, grace_s)
+    # The same workers may train one run after another, as in a sweep by srun: each has a vote of
+    # its own, or it would take the answers of the run before for those of now.
+    number = store.add(f"stop/votes/{mesh.worker}", 1)
+    own = dist.PrefixStore(f"vote {number}", store)
+    return StopVote(own, mesh.worker, lambda: range(mesh.num_workers), signals, done, grace_s)
 
 
 class StopVote:

@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from co2.comm.mesh import Mesh
 from co2.config import Config
 from co2.errors import PREEMPTED, WorkerLost
 from co2.start import processes
 from co2.start.launch import _guarded
 from co2.train import stop as stop_module
-from co2.train.stop import StopVote
+from co2.train.stop import StopVote, voted
 from tests.cli.harness import (
     LIMIT_S,
     LINGER_S,
@@ -249,6 +250,25 @@ def test_all_stop_after_the_same_step(workers: Pool, world: int, told: dict[int,
     ends = workers.run(vote, world, told, 100_000)
     (step,) = {step for step, _ in ends}
     assert step is not None and step >= min(told.values()) and all(back for _, back in ends)
+
+
+@replicas(2)
+def test_a_later_run_of_the_same_workers_stops_too(rank: int, world: int) -> None:
+    """As in a sweep by srun. What they answered at the end of the run before counts no more."""
+    mesh, last = Mesh.world(), 20
+    for told in (None, 4, None, 7):
+        with (
+            patch.object(stop_module, "LOOK_S", 0.001),
+            voted(None, mesh, [signal.SIGUSR1], 0, LIMIT_S) as stop,
+        ):
+            for step in range(1, 1000 if told else last):
+                if rank == 1 and told == step:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                if stop(step):
+                    break
+                dist.barrier()
+        assert (step >= told) if told else (step == last - 1), "nobody was told"
+        assert step < 999
 
 
 @replicas(2)
