@@ -3,8 +3,8 @@
     python -m recipes run rounds                           its trials, then what won in them
 
 Cost: 123 trials of 6 to 70 seconds and 138 runs of 6 seconds (25 rounds) to 4 minutes (1,000) on 2
-cores, two hours and three quarters. 21 further runs of AllReduce, of 50 to 3,000 rounds, train for
-84,600 steps with each of three seeds: an hour and a half to three hours.
+cores, two hours and three quarters. 18 further runs of AllReduce, of 50 to 2,000 rounds, train for
+48,600 steps with each of three seeds: an hour to an hour and a half.
 Found (results/tables/rounds.md): CO2 with its steady gap comes nearer to AllReduce with more
 rounds; with the paper's gap, `co2_keep` and DiLoCo do not from 300 to 1,000. DiLoCo wants a
 quarter of the others' rate.
@@ -44,7 +44,7 @@ WARM_UP = 0.04
 TUNED_ROUNDS = {25: 25, 100: 100, 300: 300, 1000: 300}
 """By number of rounds: that of the trials whose learning rate it takes."""
 ROUNDS = tuple(TUNED_ROUNDS)
-CURVE = (25, 50, 100, 200, 300, 400, 600, 800, 1000, 2000, 3000)
+CURVE = (25, 50, 100, 200, 300, 400, 600, 800, 1000, 2000)
 """Of AllReduce, whose losses are interpolated between these."""
 RATES = ("2e-3", "4e-3", "8e-3", "1.6e-2")
 LOWER = {"DiLoCo": ("1e-3",)}

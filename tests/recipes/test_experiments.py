@@ -417,7 +417,7 @@ def test_the_longest_training_has_the_rate_of_one_that_was_tuned(place: Path) ->
     places = rounds.RECIPE.places("smoke")
     left = sum(bases[row] not in tuned for row, _ in places)
     assert rounds.RECIPE.undecided("smoke") == left, "variants need no trials"
-    assert [rounds.tuned_rounds(r) for r in rounds.CURVE] == [25, 25, 100, 300, *[300] * 7]
+    assert [rounds.tuned_rounds(r) for r in rounds.CURVE] == [25, 25, 100, 300, *[300] * 6]
     cells = [cell for *_, cell in rounds.RECIPE.trials.cells("smoke")]
     rivals = len(rounds.RIVALS) * 3
     parts = (1 + 1 + 2) * 4 * 2
