@@ -77,9 +77,12 @@ class Facts:
     def between(self, recipe: str, part: str, row: str) -> str:
         """A row's differences to the first, from the smallest to the largest of a part, and how
         many have a star."""
+        recipes = recipe.split("+")
+        if not any(own.name == row for name in recipes for own in RECIPES[name].rows):
+            raise KeyError(row)
         found = {
             entry.column.head.removesuffix(", loss"): entry.to_first
-            for name in recipe.split("+")
+            for name in recipes
             for entry in self._all(name)
             if (entry.row.name, entry.column.part) == (row, part) and entry.to_first is not None
         }
@@ -142,6 +145,8 @@ class Facts:
 
     def replicas(self, method: str) -> str:
         """The gap to AllReduce by number of replicas, each method at its best rate."""
+        if method not in [row.name for row in rates.METHODS]:
+            raise KeyError(method)
         values = by_seed(self._of("rates"))
 
         def best(name: str, replicas: int) -> float | None:
