@@ -16,6 +16,7 @@ from co2.errors import ConfigError
 from co2.record.table import NOT_RUN
 from recipes.recipe import Rows
 from recipes.registry import RECIPES
+from recipes.runs.cells import TrainCell
 from recipes.studies import gap, rates, rounds
 from recipes.tables import equal_steps, shares
 from recipes.tables.entries import Entry, by_seed, compared, entries, shared_spread
@@ -169,6 +170,12 @@ class Facts:
         """How many seeds there are."""
         return str(len(self._entry(recipe, row, column).values))
 
+    def runs(self, recipe: str, scale: str, task: str) -> str:
+        """How many trainings of a task a recipe has at a scale. Nothing of it is measured."""
+        cells = [cell for *_, cell in RECIPES[recipe].cells(scale)]
+        made = {cell.overrides for cell in cells if isinstance(cell, TrainCell)}
+        return str(sum(f"task={task}" in words for words in made))
+
     _KINDS: Mapping[str, Callable[..., str]] = {
         "measured": measured,
         "seeds": seeds,
@@ -182,6 +189,7 @@ class Facts:
         "gap range": gap_range,
         "gap rank": gap_rank,
         "count": count,
+        "runs": runs,
         "replicas": replicas,
     }
 
