@@ -35,6 +35,7 @@ ASKED = {
 ALSO = {QUORUM: ELASTIC, "mesh.strategy=ep": "mesh.strategy=zero2"}
 """Keys → others whose refusals are theirs too (Method.refuse)."""
 SIMULATED = "co2.simulate"
+"""Not a setting, but what leaves methods out as well."""
 SHARED: Mapping[str, type] = {
     "tau=auto": Rounds,
     "tau_power": UnequalRounds,
@@ -90,7 +91,7 @@ def refusals() -> Table:
     for key, asked in ASKED.items():
         rows.append((_code(asked), ", ".join(refusing(key))))
     left_out = [f"`{name}`" for name, entry in CATALOGUE.items() if entry.not_simulated]
-    rows.append((f"`python -m {SIMULATED}`", ", ".join(left_out)))
+    rows.append((f"`{SIMULATED}`", ", ".join(left_out)))
     return Table(
         ("setting", "refused by"),
         rows,
