@@ -2,6 +2,7 @@
 their refusals. Nothing in them is measured."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from co2.catalogue import CATALOGUE, Entry
@@ -71,7 +72,7 @@ def sends(entry: Entry) -> str:
 
 def waits(name: str) -> str:
     """What a replica stands still for."""
-    entry, keys = CATALOGUE[name], METHODS[name].Config.__dataclass_fields__
+    entry, keys = CATALOGUE[name], {own.name for own in fields(METHODS[name].Config)}
     if entry.blocking is Blocking.beyond_delay:
         if "delay" in keys:
             return "beyond `delay` steps"
