@@ -7,7 +7,7 @@ from recipes.recipe import Recipe, Rows
 from recipes.registry import RECIPES
 
 MOST = 3
-"""Names of a kind that a cell has; more are counted."""
+"""Names that a cell has of rows or of columns; of more the first one."""
 
 
 def table(ours: Rows, scale: str) -> Table:
@@ -46,10 +46,11 @@ def _missing(recipe: Recipe, values: Rows, scale: str) -> str:
     if len(without.get((), ())) == len(recipe.rows):
         return "everything"
     return "; ".join(
-        _names(without[columns], "rows") + (f": {_names(columns, 'columns')}" if columns else "")
+        _names(without[columns]) + (f": {_names(columns)}" if columns else "")
         for columns in sorted(without)
     )
 
 
-def _names(names: Sequence[str], kind: str) -> str:
-    return f"{len(names)} {kind}" if len(names) > MOST else " · ".join(names)
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more"
+    return f"{names[0]}{more}" if len(names) > MOST else " · ".join(names)
