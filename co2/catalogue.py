@@ -1,6 +1,6 @@
 """The catalogue of methods: what is known of each without importing it, at its default settings.
 
-The registry, the simulator, the planner and the tests of docs/methods.md read it. Neither it nor
+The registry, the simulator, the planner and the tables of docs/methods.md read it. Neither it nor
 the simulator needs torch.
 """
 
@@ -16,6 +16,8 @@ class Entry:
 
     class_name: str
     """Its class, in the file co2/methods/<method>.py."""
+    averages: str
+    """What is averaged, in a few words for the table of docs/methods.md."""
     blocking: Blocking
     """What the computation of a replica waits for. The class has it from here."""
     copies: float
@@ -53,50 +55,78 @@ class Entry:
 
 
 CATALOGUE = {
-    "allreduce": Entry("AllReduce", Blocking.always, copies=0, rounds=False, elastic=False),
-    "local_sgd": Entry("LocalSGD", Blocking.always, copies=2),
-    "slowmo": Entry("SlowMo", Blocking.always, copies=3),
-    "diloco": Entry("DiLoCo", Blocking.always, copies=3, average_moments=True),
+    "allreduce": Entry(
+        "AllReduce", "gradients, at every step",
+        Blocking.always, copies=0, rounds=False, elastic=False,
+    ),
+    "local_sgd": Entry("LocalSGD", "weights", Blocking.always, copies=2),
+    "slowmo": Entry("SlowMo", "weights, with outer momentum", Blocking.always, copies=3),
+    "diloco": Entry(
+        "DiLoCo", "weights, with outer Nesterov momentum",
+        Blocking.always, copies=3, average_moments=True,
+    ),
     "noloco": Entry(
-        "NoLoCo", Blocking.always, copies=4, exchange="pairs", elastic=False,
+        "NoLoCo", "weights of random pairs, with outer momentum",
+        Blocking.always, copies=4, exchange="pairs", elastic=False,
         not_simulated="each replica waits for one other, which chance draws, and not for all",
     ),
-    "overlap_local_sgd": Entry("OverlapLocalSGD", Blocking.beyond_delay, copies=3),
-    "cocod_sgd": Entry("CoCoDSGD", Blocking.beyond_delay, copies=3),
+    "overlap_local_sgd": Entry(
+        "OverlapLocalSGD", "weights, one round late, with an anchor",
+        Blocking.beyond_delay, copies=3,
+    ),
+    "cocod_sgd": Entry("CoCoDSGD", "weights, one round late", Blocking.beyond_delay, copies=3),
     "streaming_diloco": Entry(
-        "StreamingDiLoCo", Blocking.beyond_delay, copies=3, fragments=True,
+        "StreamingDiLoCo", "as DiLoCo, in parts; also int8 or int4",
+        Blocking.beyond_delay, copies=3, fragments=True,
         not_simulated="each fragment of its model has rounds of its own",
     ),
-    "eager_diloco": Entry("EagerDiLoCo", Blocking.beyond_delay, copies=4),
+    "eager_diloco": Entry(
+        "EagerDiLoCo", "as DiLoCo, one round late", Blocking.beyond_delay, copies=4,
+    ),
     # Of 4,096 elements it sends 82, at 14 bits each, and 32 bits more.
     "sparseloco": Entry(
-        "SparseLoCo", Blocking.always, copies=3,
+        "SparseLoCo", "the largest 2 % of the pseudo-gradients", Blocking.always, copies=3,
         exchange="gather", share=(82 * 14 + 32) / (4096 * 32), elastic=False,
     ),
-    "co2": Entry("CO2", Blocking.beyond_delay, copies=3, average_moments=True),
-    "co2_keep": Entry(
-        "CO2Keep", Blocking.beyond_delay, copies=3, average_moments=True, fragments=True
+    "co2": Entry(
+        "CO2", "weights, one round late, with outer momentum and gap penalty",
+        Blocking.beyond_delay, copies=3, average_moments=True,
     ),
-    "co2_released": Entry("CO2Released", Blocking.always, copies=3),
-    "acco": Entry("ACCO", Blocking.beyond_delay, copies=2, rounds=False, elastic=False),
+    "co2_keep": Entry(
+        "CO2Keep", "weights, `delay` steps late",
+        Blocking.beyond_delay, copies=3, average_moments=True, fragments=True,
+    ),
+    "co2_released": Entry("CO2Released", "weights, with outer momentum", Blocking.always, copies=3),
+    "acco": Entry(
+        "ACCO", "gradients, one step late",
+        Blocking.beyond_delay, copies=2, rounds=False, elastic=False,
+    ),
     "sparta": Entry(
-        "SPARTA", Blocking.beyond_delay, copies=0.02, rounds=False, share=1 / 200, elastic=False,
+        "SPARTA", "0.5 % of the weights, at every step",
+        Blocking.beyond_delay, copies=0.02, rounds=False, share=1 / 200, elastic=False,
         not_simulated="its exchanges, of a few weights, follow `delay` and no rounds",
     ),
-    "desloc": Entry("DESLOC", Blocking.always, copies=2, further=(3, 6)),
-    "mt_dao": Entry("MTDAO", Blocking.always, copies=2, further=(1, 1)),
+    "desloc": Entry(
+        "DESLOC", "weights; more rarely Adam's moments", Blocking.always, copies=2, further=(3, 6),
+    ),
+    "mt_dao": Entry(
+        "MTDAO", "weights, v and a slow momentum", Blocking.always, copies=2, further=(1, 1),
+    ),
     "demo": Entry(
-        "DeMo", Blocking.always, copies=1, rounds=False, exchange="gather", share=1 / 85,
+        "DeMo", "a momentum's largest waves, at every step",
+        Blocking.always, copies=1, rounds=False, exchange="gather", share=1 / 85,
         elastic=False,
         not_simulated="what it sends depends on the shapes of the model's tensors",
     ),
     "onebit_adam": Entry(
-        "OneBitAdam", Blocking.always, copies=4.25, cut_copies=1,
+        "OneBitAdam", "Adam's momentum, at every step, one bit an element",
+        Blocking.always, copies=4.25, cut_copies=1,
         rounds=False, share=1 / 32, elastic=False,
         not_simulated="what it sends shrinks when its variance is frozen, in the midst of training",
     ),
     "zero_one_adam": Entry(
-        "ZeroOneAdam", Blocking.always, copies=6.25, cut_copies=1,
+        "ZeroOneAdam", "progress, every 1 to 16 steps, one bit an element",
+        Blocking.always, copies=6.25, cut_copies=1,
         rounds=False, share=1 / 32, elastic=False,
         not_simulated="how often it sends, and how much, changes in the course of training",
     ),

@@ -300,7 +300,7 @@ def report(found: Measured, tau: int, bucket_bytes: int, overrides: Sequence[str
         f"{found.mean.seconds[0] * 1e3:.3g} ms",
     ]
     others = ", ".join(name for name in CATALOGUE if name not in ENTRIES)
-    last = f"not simulated: {others}; docs/quality.md tells what each costs in steps"
+    last = f"not simulated: {others}; docs/results.md has what methods cost in steps"
     return "\n".join([*lines, "", Table(head, rows).markdown(), "", last])
 
 

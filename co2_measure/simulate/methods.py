@@ -8,7 +8,7 @@ LIMIT = "none"
 """Replicas that never communicate: the limit of what any method can reach."""
 ALLREDUCE = "allreduce"
 """Averages gradients, bucket by bucket, while backward still runs: a schedule of its own."""
-ENTRIES = {LIMIT: Entry("", Blocking.never, copies=0, rounds=False)} | {
+ENTRIES = {LIMIT: Entry("", "nothing", Blocking.never, copies=0, rounds=False)} | {
     name: entry for name, entry in CATALOGUE.items() if not entry.not_simulated
 }
 NO_ROUNDS = tuple(name for name, entry in ENTRIES.items() if not entry.rounds)

@@ -10,7 +10,7 @@ Found (results/tables/kept_progress.md): on GPT-2 at τ = 12 kept progress loses
 which waits; elsewhere it loses more, and its goal, 1 % from AllReduce, is missed everywhere.
 Averaged moments are not shown to change anything. ViT's runs with two replicas are of another
 kind of processor than those with four; losses of one seed differ by up to 28 % between such
-(quality.md).
+(docs/results.md).
 
 co2_keep has a delay of a whole round, conf's, so it is fully overlapped whenever any method can be.
 Settings are those that won with two replicas, on a seed and on validation data that the table does

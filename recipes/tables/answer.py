@@ -1,12 +1,12 @@
 """What the whole comparison comes to: its main tables, and sentences made from their values.
 
-README.md and docs/quality.md have a table each, results/report.html opens with all of it.
+README.md and docs/results.md have some of them, results/report.html opens with all of it.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from co2.record.table import Table
+from co2.record.table import NOT_RUN, Table
 from recipes.recipe import Rows
 from recipes.registry import RECIPES
 from recipes.tables import shares
@@ -89,17 +89,17 @@ def by_data(table: Table) -> Table:
 
 def gaps(ours: Rows, scale: str) -> Table:
     """How far the validation loss of every method lies from AllReduce's, in percent of that."""
+    picked = _picked(ours, LOSSES, scale)
+    told = {entry.row.name for _, entry in picked if entry.to_first is not None}
     cells = {
-        (entry.row.name, head): entry.to_first.text(1)
-        for head, entry in _picked(ours, LOSSES, scale)
-        if entry.to_first is not None
+        (entry.row.name, head): NOT_RUN if entry.to_first is None else entry.to_first.text(1)
+        for head, entry in picked
+        if entry.row.name in told
     }
     table = grid(cells, [row.name for row in ALL_ROWS], [head for *_, head in LOSSES])
     text = (
-        "In percent of AllReduce's, over the seeds that both have, with the 95 % t interval, of a "
-        "spread that all methods share unless Bartlett's test refuses that; a star where it is "
-        "significant at 5 % after Holm's correction for all tests of losses in its recipe (table1 "
-        "or table2)."
+        "In percent of AllReduce's, with 95 % intervals; a star where it is significant at 5 % "
+        "after correction for all tests of losses in its recipe (table1 or table2)."
     )
     return replace(table, title="Validation loss above AllReduce's", text=text)
 

@@ -16,6 +16,7 @@ from co2.errors import ConfigError
 from co2.record.table import NOT_RUN
 from recipes.recipe import Rows
 from recipes.registry import RECIPES
+from recipes.runs.cells import TrainCell
 from recipes.studies import gap, rates, rounds
 from recipes.tables import equal_steps, shares
 from recipes.tables.entries import Entry, by_seed, compared, entries, shared_spread
@@ -78,9 +79,12 @@ class Facts:
     def between(self, recipe: str, part: str, row: str) -> str:
         """A row's differences to the first, from the smallest to the largest of a part, and how
         many have a star."""
+        recipes = recipe.split("+")
+        if not any(own.name == row for name in recipes for own in RECIPES[name].rows):
+            raise KeyError(row)
         found = {
             entry.column.head.removesuffix(", loss"): entry.to_first
-            for name in recipe.split("+")
+            for name in recipes
             for entry in self._all(name)
             if (entry.row.name, entry.column.part) == (row, part) and entry.to_first is not None
         }
@@ -143,6 +147,8 @@ class Facts:
 
     def replicas(self, method: str) -> str:
         """The gap to AllReduce by number of replicas, each method at its best rate."""
+        if method not in [row.name for row in rates.METHODS]:
+            raise KeyError(method)
         values = by_seed(self._of("rates"))
 
         def best(name: str, replicas: int) -> float | None:
@@ -165,6 +171,12 @@ class Facts:
         """How many seeds there are."""
         return str(len(self._entry(recipe, row, column).values))
 
+    def runs(self, recipe: str, scale: str, task: str) -> str:
+        """How many trainings of a task a recipe has at a scale. Nothing of it is measured."""
+        cells = [cell for *_, cell in RECIPES[recipe].cells(scale)]
+        made = {cell.overrides for cell in cells if isinstance(cell, TrainCell)}
+        return str(sum(f"task={task}" in words for words in made))
+
     _KINDS: Mapping[str, Callable[..., str]] = {
         "measured": measured,
         "seeds": seeds,
@@ -178,6 +190,7 @@ class Facts:
         "gap range": gap_range,
         "gap rank": gap_rank,
         "count": count,
+        "runs": runs,
         "replicas": replicas,
     }
 

@@ -221,7 +221,7 @@ def at_first(ours: Rows, scale: str) -> Table:
     text = (
         f"GPT-2, and points of a ViT on {DATA['ViT'].partition(', ')[2]}; two workers. Steps and "
         "times: multiples of AllReduce's on unlimited links, with 95 % intervals "
-        "([what each column is](docs/quality.md#cost-and-benefit))."
+        "([what each column is](docs/results.md#cost-and-benefit))."
     )
     lines = [rows[name] for name in FIRST_ROWS if name in rows]
     return Table(FIRST_COLUMNS, lines, title="Cost and benefit", text=text)
@@ -266,33 +266,3 @@ def _points(entry: Entry | None, first: bool) -> str:
     if first or entry.to_first is None:
         return f"{entry.mean:.1f}"
     return f"{entry.to_first.mean:+z.1f}{' *' if entry.to_first.significant else ''}"
-
-
-def seconds(ours: Rows) -> Table:
-    """Seconds to a loss in units of AllReduce's, from the soonest to the latest."""
-    found = [
-        (name, entry)
-        for (name, of), entry in _entries(ours, "time_to_loss", "smoke").items()
-        if of == RACE_COLUMN
-    ]
-    found.sort(key=lambda one: one[1].mean)
-    return Table(
-        ("method", *(name for name, _ in found)),
-        [("ratio", *(entry.measured for _, entry in found))] if found else [],
-        title="Seconds",
-        text="Mean ± standard deviation.",
-    )
-
-
-def steps(ours: Rows) -> Table:
-    """Steps in units of AllReduce's, of the methods that have a line in the figure."""
-    found = rounds.ratios(_of(ours, "rounds"))
-    return Table(
-        ("method", *map(rounds.name, rounds.ROUNDS)),
-        [
-            (row.name, *(rounds.ratio_words(found[row.name].get(r)) for r in rounds.ROUNDS))
-            for row in rounds.DRAWN
-            if row.name in found
-        ],
-        title="Steps to equal loss",
-    )

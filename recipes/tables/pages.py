@@ -8,7 +8,7 @@ from pathlib import Path
 from co2.record.table import Table
 from recipes.recipe import Rows
 from recipes.runs import measured
-from recipes.tables import answer, headline
+from recipes.tables import answer, declared, experiments, headline
 from recipes.tables.facts import Facts
 
 END = "<!-- results: end -->"
@@ -17,10 +17,13 @@ TABLES: Mapping[str, Callable[[Rows], Table]] = {
     "first": lambda ours: headline.at_first(ours, SCALE),
     "headline": lambda ours: headline.table(ours, SCALE),
     "losses": lambda ours: answer.by_data(answer.gaps(ours, SCALE)),
-    "steps": headline.steps,
-    "seconds": headline.seconds,
+    "experiments": lambda ours: experiments.table(ours, SCALE),
+    "methods": lambda _: declared.methods(),
+    "refusals": lambda _: declared.refusals(),
+    "shared": lambda _: declared.shared(),
 }
-"""By the name in the mark where a table begins, from lines of results/ours.csv."""
+"""By the name in the mark where a table begins, from lines of results/ours.csv. Those of
+docs/methods.md have nothing measured: they are made from what methods declare."""
 _TABLE = re.compile(rf"(<!-- results: begin (\w+) .*?-->).*?({re.escape(END)})", re.DOTALL)
 
 
@@ -43,11 +46,11 @@ def fill(root: Path, ours: Path) -> None:
 
 
 def in_short(root: Path) -> tuple[str, list[str]] | None:
-    """What docs/quality.md says in short: the words before its points, and the points.
+    """What docs/results.md says in short: the words before its points, and the points.
 
     None where the page is not there, as where the package is installed without documentation.
     """
-    page = root / "docs" / "quality.md"
+    page = root / "docs" / "results.md"
     if not page.exists():
         return None
     told = page.read_text().partition("\n## In short\n")[2]

@@ -49,7 +49,7 @@ def add(path: Path, line: str, before: str) -> None:
 
 def add_the_method(copy: Path) -> None:
     method, reference = snippets(METHOD_PAGE, "python")
-    row, card = snippets(METHOD_PAGE, "markdown")
+    (card,) = snippets(METHOD_PAGE, "markdown")
     (settings,) = re.findall(r'`(\{"tau": .*?\})`', METHOD_PAGE)
     (copy / "co2" / "methods" / "easgd.py").write_text(method)
     (line,) = snippets(METHOD_PAGE, "text")
@@ -59,9 +59,7 @@ def add_the_method(copy: Path) -> None:
     add(references, "    easgd,", "    gradients,")
     add(references, '    "easgd": easgd.rounds,', "}")
     add(copy / "tests" / "methods" / "driver.py", f'    "easgd": {settings},', "}")
-    page = copy / "docs" / "methods.md"
-    add(page, row.rstrip(), "| `allreduce` |")
-    add(page, card, "## `allreduce`")
+    add(copy / "docs" / "methods.md", card, "## `allreduce`")
 
 
 def add_the_task(copy: Path) -> None:
@@ -88,6 +86,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_the_method(folder)
     add_the_task(folder)
     call(folder, sys.executable, "-m", "benchmarks.method_pictures")
+    call(folder, sys.executable, "-m", "recipes", "render")
     golden = ("-m", "pytest", "-n", "0", "tests/recipes/test_golden.py", "-k", "easgd or sine")
     call(folder, "env", "GOLDEN=write", sys.executable, *golden)
     return folder

@@ -17,8 +17,9 @@ from co2.config import Blocking, CommConfig, CommDevice, Precision
 from co2.errors import ConfigError
 from co2.methods import METHODS
 from co2.methods.base import BF16, ELASTIC, HOST
+from recipes.tables import declared
 from tests.cli.harness import ROOT
-from tests.grids import OF_A_KIND, grid
+from tests.grids import OF_A_KIND, grid, nonempty
 from tests.methods import problem
 from tests.methods.driver import (
     ADAM,
@@ -40,16 +41,18 @@ PAGE = (DOCS / "methods.md").read_text()
 CARDS = dict(re.findall(r"^## `(\w+)`\n(.*?)(?=^## |^<!--|\Z)", PAGE, re.M | re.S))
 ROWS = {
     name: facts
-    for name, *facts in re.findall(r"^\| `(\w+)` \|[^|]*\| ([^|]*) \| ([^|]*) \|", PAGE, re.M)
+    for name, *facts in re.findall(
+        r"^\| \[`(\w+)`\]\(#\1\) \|[^|]*\| ([^|]*) \| ([^|]*) \| ([^|]*) \|", PAGE, re.M
+    )
 }
-"""Method → the table's entries about what it waits for, and about copies."""
+"""Method → the table's entries about what it sends, waits for and holds."""
+REFUSED = dict(re.findall(r"^\| (`[a-z]+\.\w+=\w+`)(?:, zero3)? \| ([^|]*) \|$", PAGE, re.M))
+"""Setting → the table's entry of methods that refuse it."""
 WAITS = {
     Blocking.always: r"always\b",
     Blocking.beyond_delay: r"beyond (a round|a step|`delay` steps)$",
 }
 """What a method waits for → the table's entry."""
-SENT = r"\*\*Sends\*\* (\S+ · \S+) bytes a step"
-"""Of a card; first on the page, what a card means that says nothing."""
 OWN: dict[str, dict[str, int]] = {
     "allreduce": {},
     "acco": {},
@@ -85,17 +88,33 @@ def vectors(name: str) -> float:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_pages_say_what_the_catalogue_does(name: str) -> None:
-    entry, (waits, copies), card = CATALOGUE[name], ROWS[name], " ".join(CARDS[name].split())
+    entry, (sends, waits, copies) = CATALOGUE[name], ROWS[name]
     assert re.match(WAITS[entry.blocking], waits)
-    holds = f"{entry.copies:g}".replace(".25", "¼") + " + 1/G" * entry.cut_copies
-    assert copies.startswith(holds)
-    assert re.search(rf"\*\*Holds\*\* {re.escape(holds)} cop(y|ies)\b", card)
-    [sends, *_] = re.findall(SENT, card) or re.findall(SENT, " ".join(PAGE.split()))
+    assert copies == f"{entry.copies:g}".replace(".25", "¼") + " + 1/G" * entry.cut_copies
+    assert re.search(r"^(Copies: |DDP's buckets)", CARDS[name], re.M)
     of_all = {"mean": f"{2 * vectors(name):g}(G−1)/G", "gather": "(G−1)", "pairs": "2⌊G/2⌋/G"}
     under = "τ" if entry.rounds else ""
     if entry.share < 1:
         under = f"({1 / entry.share:.0f}τ)" if entry.rounds else f"{1 / entry.share:.0f}"
     assert sends == f"{of_all[entry.exchange]} · n/{under}".rstrip("/")
+
+
+def test_the_tables_are_made_of_what_methods_declare() -> None:
+    for made in (declared.methods(), declared.refusals(), declared.shared()):
+        assert f"{made.markdown()}\n<!-- results: end -->" in PAGE, "python -m recipes render"
+
+
+@pytest.mark.parametrize("setting", nonempty(REFUSED))
+def test_a_setting_is_refused_by_those_of_the_page(setting: str) -> None:
+    """And by no other, at its default settings."""
+    key, _, value = setting.strip("`").partition("=")
+    refusing = set()
+    for name, method in METHODS.items():
+        try:
+            method().refuse(key, value)
+        except ConfigError:
+            refusing.add(name)
+    assert {*re.findall(r"`(\w+)`", REFUSED[setting])} - {"average_moments"} == refusing
 
 
 def test_elastic_runs_refuse_what_the_page_says() -> None:

@@ -60,10 +60,34 @@ def test_pages_show_what_was_measured(again: Path) -> None:
     assert re.findall(r"<!--=.+?-->.+?<!--/-->", (again / "README.md").read_text())
 
 
-def test_a_mark_of_nothing_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("<!--=above|table2|CO3|GPT-2, loss--><!--/-->")
+@pytest.mark.parametrize(
+    "mark", ["above|table2|CO3|GPT-2, loss", "between|table1+table2|loss|CO3", "replicas|CO3"]
+)
+def test_a_mark_of_nothing_is_refused(tmp_path: Path, mark: str) -> None:
+    (tmp_path / "README.md").write_text(f"<!--={mark}--><!--/-->")
     with pytest.raises(ConfigError, match=r"CO3.*no recipe has this kind, row or column"):
         pages.fill(tmp_path, RESULTS / "ours.csv")
+
+
+def test_the_list_of_experiments() -> None:
+    """It has each recipe once, with the number of its values, and names what has not run."""
+    page = (ROOT / "docs" / "results.md").read_text()
+    found = re.findall(r"^\| \[(\w+)\]\(\S+\) \| [^|]* \| ([\d,]+) \| ([^|]*)\|$", page, re.M)
+    assert [name for name, *_ in found] == [name for name in RECIPES if "_trials" not in name]
+    ours = [line for line in measured.read(RESULTS / "ours.csv") if line["scale"] == "smoke"]
+    for name, count, missing in nonempty(found):
+        rows = {row.name for row, _ in RECIPES[name].places("smoke")}
+        own = [line for line in ours if line["recipe"] == name and line["row"] in rows]
+        assert int(count.replace(",", "")) == len(own), name
+        unseen = rows - {line["row"] for line in own}
+        assert bool(missing) >= bool(unseen), name
+        assert missing.strip() == "everything" or len(own) > 0
+
+
+def test_the_number_of_runs_that_a_page_tells() -> None:
+    page = (ROOT / "docs" / "reproduce.md").read_text()
+    table4 = RECIPES["table4"]
+    assert f"-->{len(table4.rows) * len(table4.seeds)}<!--/--> × 32" in page
 
 
 def shown(page: str) -> dict[str, Cells]:

@@ -1,4 +1,4 @@
-"""The generated cells of docs/quality.md and README, computed again from the CSV files by other
+"""The generated cells of docs/results.md and README, computed again from the CSV files by other
 code: nothing of recipes/ is imported, and the spline, the pooled spread, Bartlett's test and Holm's
 correction are written here a second time."""
 
@@ -14,7 +14,7 @@ from scipy.stats import chi2, norm, t
 from tests.cli.harness import ROOT
 
 Values = dict[int, float]
-PAGES = {"headline": "docs/quality.md", "first": "README.md"}
+PAGES = {"headline": "docs/results.md", "first": "README.md"}
 """By the name of a table, the page where it is."""
 KEYS = {
     "AllReduce": "allreduce",
