@@ -36,9 +36,9 @@ def apart(one: str, other: str) -> float:
 
 
 def test_every_method_has_a_look_of_its_own() -> None:
-    assert drawing.LOOKS.keys() == CATALOGUE.keys()
+    assert drawing.LOOKS.keys() <= CATALOGUE.keys()  # others are grey
     colours, markers = zip(*drawing.LOOKS.values(), strict=True)
-    assert len(set(colours)) == len(set(markers)) == len(CATALOGUE)
+    assert len(set(colours)) == len(set(markers)) == len(drawing.LOOKS) >= 20
     for colour in (*colours, drawing.GREY):
         assert min(contrast(colour, page) for page in PAGES) > 3, colour
     first = [drawing.LOOKS[name][0] for name in ("allreduce", "co2", "co2_keep")]
