@@ -33,6 +33,7 @@ from tasks import TASKS
 ROOT = Path(__file__).resolve().parent.parent
 AS_THEY_ARE = (".css", ".md", ".png", ".svg")
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".toml": "toml"}
+REPORT = "[The report](results/report.html) has every table and figure on one page."
 _LINK = re.compile(r"(?<=\]\()(?![\w+]+:|#)(?P<target>[^)\s#]+)")
 
 
@@ -48,13 +49,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Links to what is a page on the site only, by the name that it has there."""
+    """Links to what is a page on the site only, by the name that it has there. The start page has
+    one to the report."""
     here = Path(page.file.src_uri).parent
 
     def renamed(link: re.Match[str]) -> str:
         target = ROOT / os.path.normpath(here / link["target"])
         return link["target"] + _suffix(target) if target.exists() else link["target"]
 
+    if page.file.src_uri == "README.md":
+        markdown = markdown.replace("\n## Results\n", f"\n## Results\n\n{REPORT}\n", 1)
     return _LINK.sub(renamed, markdown)
 
 

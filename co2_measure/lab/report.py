@@ -98,7 +98,8 @@ def draw(found: Sequence[Measurement], path: Path) -> None:
                 places = [
                     (at, shares.get((workers, rate, method))) for at, rate in enumerate(rates)
                 ]
-                own = {at + _ASIDE * number: values for at, values in places if values}
+                aside = _ASIDE * (number - (len(methods) - 1) / 2)
+                own = {at + aside: values for at, values in places if values}
                 means = {at: 100 * statistics.median(values) for at, values in own.items()}
                 bars = [
                     [means[at] - 100 * min(values) for at, values in own.items()],
