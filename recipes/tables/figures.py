@@ -25,7 +25,8 @@ def curves(recipe: Recipe, evals: Rows, stem: Path) -> Iterator[Path]:
         drawn = [line for line in evals if line["column"] == column.name]
         title = column.name if len(columns) > 1 else recipe.title
         axes = ("step", "train_s") if recipe.undisturbed else ("step",)
-        for against in axes if drawn else ():
+        several = len({line["step"] for line in drawn}) > 1  # or a curve is a point
+        for against in axes if several else ():
             path = beside(stem, column.name, "steps" if against == "step" else "seconds")
             _curve(recipe, drawn, against, path, title)
             yield path
