@@ -53,6 +53,7 @@ def test_every_page_is_there(site: Path) -> None:
         assert f": {page.relative_to(ROOT)}\n" in menu
         name = page.relative_to(ROOT).with_suffix(".html")
         assert (site / ("index.html" if page.name == "README.md" else name)).is_file(), name
+    assert ">The report</a>" in (site / "index.html").read_text(), "beside the results"
 
 
 def test_every_link_leads_somewhere(site: Path) -> None:
