@@ -36,6 +36,8 @@ LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml",
 SEARCH = "---\nsearch:\n  {}\n---\n"
 """Heads a page that a search is to leave out, or to show later than others."""
 REPORT = "[The report](results/report.html) has every table and figure on one page."
+_MARK = re.compile(r"<!--(=.*?|/)-->")
+"""Around a rendered number. At the beginning of a line it would end the paragraph."""
 _LINK = re.compile(r"(?<=\]\()(?![\w+]+:|#)(?P<target>[^)\s#]+)")
 
 
@@ -59,7 +61,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         target = ROOT / os.path.normpath(here / link["target"])
         return link["target"] + _suffix(target) if target.exists() else link["target"]
 
-    markdown = _LINK.sub(renamed, markdown)
+    markdown = _LINK.sub(renamed, _MARK.sub("", markdown))
     if page.file.src_uri == "README.md":
         markdown = markdown.replace("\n## Results\n", f"\n## Results\n\n{REPORT}\n", 1)
     return markdown

@@ -71,6 +71,11 @@ def test_every_link_leads_somewhere(site: Path) -> None:
     assert pages and not lost
 
 
+def test_a_rendered_number_ends_no_paragraph(site: Path) -> None:
+    for page in nonempty(site.rglob("*.html")):
+        assert "<!--=" not in page.read_text(), page
+
+
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     loaded = r"<(?:script|img|iframe)[^>]* src=.?https?:|<link[^>]* rel=.?stylesheet[^>]*https?:"
     for page in nonempty(site.rglob("*.html")):
