@@ -33,6 +33,11 @@ from tasks import TASKS
 ROOT = Path(__file__).resolve().parent.parent
 AS_THEY_ARE = (".css", ".md", ".png", ".svg")
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".toml": "toml"}
+SEARCH = "---\nsearch:\n  {}\n---\n"
+"""Heads a page that a search is to leave out, or to show later than others."""
+REPORT = "[The report](results/report.html) has every table and figure on one page."
+_MARK = re.compile(r"<!--(=.*?|/)-->")
+"""Around a rendered number. At the beginning of a line it would end the paragraph."""
 _LINK = re.compile(r"(?<=\]\()(?![\w+]+:|#)(?P<target>[^)\s#]+)")
 
 
@@ -48,14 +53,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Links to what is a page on the site only, by the name that it has there."""
+    """Links to what is a page on the site only, by the name that it has there. The start page has
+    one to the report."""
     here = Path(page.file.src_uri).parent
 
     def renamed(link: re.Match[str]) -> str:
         target = ROOT / os.path.normpath(here / link["target"])
         return link["target"] + _suffix(target) if target.exists() else link["target"]
 
-    return _LINK.sub(renamed, markdown)
+    markdown = _LINK.sub(renamed, _MARK.sub("", markdown))
+    if page.file.src_uri == "README.md":
+        markdown = markdown.replace("\n## Results\n", f"\n## Results\n\n{REPORT}\n", 1)
+    return markdown
 
 
 def _shown() -> set[Path]:
@@ -86,7 +95,8 @@ def _file(path: Path, config: MkDocsConfig) -> File:
         text = "\n".join(f"- `{part}`" for part in names)
     else:
         text = f"```{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text()}```"
-    return File.generated(config, name + _suffix(path), content=f"# {name}\n\n{text}\n")
+    content = f"{SEARCH.format('exclude: true')}# {name}\n\n{text}\n"
+    return File.generated(config, name + _suffix(path), content=content)
 
 
 def _suffix(path: Path) -> str:
@@ -110,7 +120,7 @@ def _reference() -> str:
         ],
         "Tasks": ["co2.task"],
     }
-    text = "# API\n\n## Methods\n"
+    text = SEARCH.format("boost: 0.05") + "# API\n\n## Methods\n"
     for method in co2.METHODS.values():
         text += f"\n### co2.{method.__name__}\n\n{_shown_as(method.__module__, 'equations')}"
         text += f"\n{_shown_as(f'{method.__module__}.{method.__qualname__}.Config', 'settings')}"
@@ -123,7 +133,7 @@ def _keys() -> str:
     """The page of all keys of a configuration, which their dataclasses declare."""
     kinds = dict(NODES)
     kinds |= {name: schema(kind) for own in (TASKS, METHODS) for name, kind in own.items()}
-    text = (
+    text = SEARCH.format("boost: 0.5") + (
         "# Configuration keys\n\n`python train.py KEY=VALUE`. The values of a recipe are those of "
         "its files in `conf`; `--help` shows them, and what stands here without one.\n"
     )

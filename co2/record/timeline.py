@@ -21,6 +21,7 @@ from co2 import program
 from co2.arguments import Parser
 from co2.comm.phases import OUTER_STEP, SNAPSHOT, STEP_END, WAIT
 from co2.errors import REFUSED, ConfigError, require, unusable
+from co2.record import drawing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,13 +33,15 @@ _PAUSE_S = 1e-3
 """Shorter pauses between operators are the interpreter's, not the network's."""
 _FLOATS = ("float", "double", "c10::BFloat16", "c10::Half")
 _DRAWN = {
-    "compute": ("compute", 1, "#9ecae1"),
-    "outer_steps": ("outer step", 1, "#3182bd"),
-    "snapshots": ("snapshot", 1, "#08519c"),
-    "still": ("stands still", 1, "#de2d26"),
-    "collectives": ("collective", 0, "#74c476"),
+    "compute": ("computes", 1, drawing.COMPUTE),
+    "outer_steps": ("outer step", 1, "#8fbbe8"),
+    "snapshots": ("snapshot", 1, "#1d3f73"),
+    "still": ("stands still", 1, drawing.WAIT),
+    "collectives": ("sends", 0, drawing.SEND),
 }
-"""Of the spans of a timeline: their name, their lane and their colour."""
+"""Of the spans of a timeline: their name, their lane and their colour. Later ones hide others."""
+_SEEN = 2e-3
+"""The shortest span, as a share of the panel, that a reader can see."""
 
 
 @dataclass(frozen=True)
@@ -213,28 +216,34 @@ def total(spans: Iterable[Span]) -> float:
 
 
 def figure(timelines: dict[str, Timeline]) -> "Figure":
-    """A panel for each run on one scale of time: above what computes, below what travels, and under
-    both how long the steps took. Its letters can be read on a phone."""
+    """A panel for each run on one scale of time: above what computes, below what travels, and how
+    long the steps took. Its letters can be read on a phone. The legend names what can be seen."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
+    shortest = _SEEN * max(lanes.seconds for lanes in timelines.values())
+    seen: dict[str, Patch] = {}
     with rc_context({"font.size": 14}):
-        drawn = Figure(figsize=(6, 1 + 1.6 * len(timelines)), layout="constrained")
+        drawn = Figure(figsize=(6, 1 + 1.3 * len(timelines)), layout="constrained")
         panels = drawn.subplots(len(timelines), 1, squeeze=False, sharex=True)[:, 0]
         for axis, (name, lanes) in zip(panels, timelines.items(), strict=True):
-            for spans, (_, lane, colour) in _DRAWN.items():
-                bars = [(begin, end - begin) for begin, end in getattr(lanes, spans)]
+            for kind, (words, lane, colour) in _DRAWN.items():
+                spans = getattr(lanes, kind)
+                bars = [(begin, end - begin) for begin, end in spans]
                 axis.broken_barh(bars, (lane - 0.4, 0.8), color=colour, linewidth=0)
-            axis.set_yticks([1, 0], ["compute", "network"])
+                hidden = [] if kind in ("collectives", "still") else lanes.still
+                if any(end - begin > shortest for begin, end in without(spans, hidden)):
+                    seen[kind] = Patch(color=colour, label=words)
+            axis.set_yticks([1, 0], ["worker", "network"])
+            axis.set_ylim(-0.6, 1.6)
             axis.set_title(name, loc="left", fontsize="medium")
             if lanes.steps:
-                axis.set_ylim(-1.3, 1.5)
                 words = f"{lanes.steps} steps in {lanes.seconds:.1f} s"
-                axis.text(0, -0.85, words, verticalalignment="center")
+                axis.set_title(words, loc="right", fontsize="medium")
         panels[-1].set_xlabel("seconds")
         drawn.legend(
-            handles=[Patch(color=colour, label=kind) for kind, _, colour in _DRAWN.values()],
+            handles=[seen[kind] for kind in _DRAWN if kind in seen],
             loc="outside upper left",
             ncols=3,
             frameon=False,

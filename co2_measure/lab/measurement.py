@@ -5,7 +5,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
+from co2.record import table
 from co2.record.provenance import of_run
 from co2.record.table import Table
 from co2_measure.lab.training import train
@@ -97,3 +99,16 @@ def write_csv(found: Sequence[Measurement], path: Path, with_target: bool) -> No
     """Write one line for each measurement; `with_target` adds the column `target_s`."""
     columns = _COLUMNS if with_target else _COLUMNS[:-1]
     Table.of_records([asdict(one) for one in found], columns).write_csv(path)
+
+
+def read_csv(path: Path) -> list[Measurement]:
+    """What `write_csv` has written."""
+    kinds: dict[str, Any] = {"workers": int, "repeat": int, "steps": int}
+    kinds |= dict.fromkeys(("mbit", "method", "commit", "hardware"), str)
+    found = []
+    for line in table.read_csv(path):
+        values: dict[str, Any] = {
+            key: kinds.get(key, float)(text) if text else None for key, text in line.items()
+        }
+        found.append(Measurement(**values))
+    return found

@@ -1,9 +1,10 @@
-"""The laboratory's table and figure: `cells.csv`, `table.md` and `throughput.png`."""
+"""The laboratory's table and figure: `cells.csv`, `table.md` and `throughput.svg`."""
 
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from co2.record import drawing
 from co2.record.provenance import provenance
 from co2.record.table import Table
 from co2_measure.lab.measurement import Measurement, write_csv
@@ -18,16 +19,19 @@ _FORMATS = {
     "MB per step": "{:.3f}".format,
     "loss": "{:.3f}".format,
 }
+_NO_RATE = ("unlimited", "inf")
+_ASIDE = 0.04
+"""In the figure, from one method to the next: or bars would hide each other."""
 
 
 def write(found: Sequence[Measurement], out: Path, target_loss: float | None) -> None:
-    """Write `cells.csv`, `table.md` and `throughput.png` into the folder `out`; print the table."""
+    """Write `cells.csv`, `table.md` and `throughput.svg` into the folder `out`; print the table."""
     source = provenance()  # first, because the files written below would count as changed sources
     write_csv(found, out / "cells.csv", with_target=target_loss is not None)
     table = summary(found, source, target_loss)
     print(f"\n{table.markdown()}")
     (out / "table.md").write_text(table.page())
-    draw(found, out / "throughput.png")
+    draw(found, out / "throughput.svg")
 
 
 def summary(found: Sequence[Measurement], source: str, target_loss: float | None = None) -> Table:
@@ -81,39 +85,32 @@ def shares_of_limit(repeats: Iterable[Measurement], measured: Iterable[Measureme
 
 
 def draw(found: Sequence[Measurement], path: Path) -> None:
-    """Throughput against bandwidth: a panel for each number of workers, a line for each method."""
-    from matplotlib.figure import Figure
-
-    medians = {
-        key: statistics.median(one.throughput for one in repeats)
-        for key, repeats in grouped(found).items()
-    }
-    panels = sorted({workers for workers, _, _ in medians})
-    rates = sorted(
-        {mbit for _, mbit, _ in medians},
-        key=lambda mbit: float("inf" if mbit == "unlimited" else mbit),
-    )
-    figure = Figure(figsize=(1 + 5 * len(panels), 4), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)
-    for axis, workers in zip(axes[0], panels, strict=True):
-        for method in dict.fromkeys(method for _, _, method in medians):
-            at = [n for n, rate in enumerate(rates) if (workers, rate, method) in medians]
-            values = [medians[workers, rates[n], method] for n in at]
-            style = {"label": method, "marker": "o"}
-            if method == LIMIT:
-                style = {"label": "limit: no communication", "color": "black", "linestyle": "--"}
-            if method == LIMIT and len(at) == 1:
-                axis.axhline(values[0], **style)
-            else:
-                axis.plot(at, values, **style)
-        axis.set_xticks(range(len(rates)), rates)
-        axis.set_ylim(bottom=0)
-        axis.set_title(f"{workers} workers")
-        axis.set_xlabel("rate of every link, Mbit/s")
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("throughput, all workers, 1/s")
-    axes[0][-1].legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    """Share of the limit against bandwidth: a panel for each number of workers, a line for each
+    method through the medians over the repeats, with bars from the least to the most."""
+    shares = {key: shares_of_limit(repeats, found) for key, repeats in grouped(found).items()}
+    shares = {key: own for key, own in shares.items() if own and key[2] != LIMIT}
+    rates = sorted({rate for _, rate, _ in shares}, key=lambda rate: float(rate.replace(*_NO_RATE)))
+    counts = sorted({workers for workers, _, _ in shares})
+    with drawing.panels(path, [f"{workers} workers" for workers in counts]) as axes:
+        for axis, workers in zip(axes, counts, strict=True):
+            methods = dict.fromkeys(method for count, _, method in shares if count == workers)
+            for number, method in enumerate(methods):
+                places = [
+                    (at, shares.get((workers, rate, method))) for at, rate in enumerate(rates)
+                ]
+                aside = _ASIDE * (number - (len(methods) - 1) / 2)
+                own = {at + aside: values for at, values in places if values}
+                means = {at: 100 * statistics.median(values) for at, values in own.items()}
+                bars = [
+                    [means[at] - 100 * min(values) for at, values in own.items()],
+                    [100 * max(values) - means[at] for at, values in own.items()],
+                ]
+                drawing.points(axis, means, bars, label=method, **drawing.look(method))
+            axis.axhline(100, label="no communication", **drawing.LIMIT)
+            axis.set_xticks(range(len(rates)), rates)
+            axis.set_ylim(bottom=0)
+            axis.set_xlabel("rate of every link, Mbit/s")
+            axis.set_ylabel("throughput, % of that\nwithout communication")
 
 
 def _median(values: Sequence[float | None]) -> float | None:

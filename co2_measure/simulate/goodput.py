@@ -43,7 +43,7 @@ def goodput_report(options: Options) -> Report:
     require(LIMIT not in options.methods, "--method", LIMIT, hint)
     faults, state_bytes = options.faults, STATE_VECTORS * 4 * MODELS[options.model].num_parameters
     records, differ = [], 0.0
-    shares, useful = Panel("goodput"), Panel("useful units per second", "log")
+    lost = Panel("work lost, %", "log")
     for link, network, method, tau in options.cases():
         state_s = network.link.seconds(network.server_size * state_bytes)
         for gpus in options.gpus:
@@ -67,12 +67,11 @@ def goodput_report(options: Options) -> Report:
                     **{f"{way}_drawn": drawn.get(way) for way in WAYS},
                 }
             )
+            name = label(method, tau) + (f", {link}" if len(options.networks) > 1 else "")
             for way, share in closed.items():
-                line = f"{label(method, tau)}, {way}, {link}"
-                shares.add(line, gpus, share)
-                useful.add(line, gpus, share * figures.throughput)
+                lost.add(method, name, gpus, 100 * (1 - share), way)
     title = f"{options.model}, goodput where nodes fail, simulated"
-    return report_of(title, _statement(options, differ), records, FORMATS, (shares, useful))
+    return report_of(title, _statement(options, differ), records, FORMATS, (lost,))
 
 
 def _statement(options: Options, differ: float) -> str:

@@ -1,13 +1,18 @@
 """How simulated figures are shown and kept: on the console, as CSV, as Markdown, as a picture."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from co2.errors import ConfigError, require
+from co2.record import drawing
 from co2.record.table import Table
 from co2_measure.simulate.methods import NO_ROUNDS
+
+_THIN = 0.03
+"""Lines whose values differ by no more than this share lie on each other."""
 
 
 @dataclass
@@ -18,12 +23,32 @@ class Panel:
     """What its lines show."""
     scale: str = "linear"
     """Of the values: `linear` or `log`."""
-    lines: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    """GPUs and the value at them, by label."""
+    lines: dict[tuple[str, str, str], dict[int, float]] = field(default_factory=dict)
+    """The value by GPUs, by group of lines, method and name."""
 
-    def add(self, line: str, gpus: int, value: float) -> None:
+    def add(self, method: str, name: str, gpus: int, value: float, group: str = "") -> None:
         """Add a point to a line."""
-        self.lines.setdefault(line, []).append((gpus, value))
+        self.lines.setdefault((group, method, name), {})[gpus] = value
+
+    def apart(self) -> dict[tuple[str, str], dict[int, float]]:
+        """By method and label, the lines that a reader can tell apart: of those of a group that lie
+        on each other, the first, with the names of all."""
+        names: dict[tuple[str, str, str], list[str]] = {}
+        for (group, method, name), line in self.lines.items():
+            same = (key for key in names if key[0] == group and _alike(line, self.lines[key]))
+            names.setdefault(next(same, (group, method, name)), []).append(name)
+        return {
+            (method, f"{group}: {', '.join(own)}".removeprefix(": ")): self.lines[
+                group, method, name
+            ]
+            for (group, method, name), own in names.items()
+        }
+
+
+def _alike(line: Mapping[int, float], other: Mapping[int, float]) -> bool:
+    return line.keys() == other.keys() and all(
+        math.isclose(value, other[gpus], rel_tol=_THIN) for gpus, value in line.items()
+    )
 
 
 @dataclass(frozen=True)
@@ -82,23 +107,26 @@ class Report:
         except ImportError:
             hint = "needs matplotlib: pip install matplotlib"
             raise ConfigError("--figure", name, hint) from None
-        figure = Figure(figsize=(11, 4.5), layout="constrained")
-        known = sorted(FigureCanvasAgg(figure).get_supported_filetypes())
+        known = sorted(FigureCanvasAgg(Figure()).get_supported_filetypes())
         hint = f"must end in one of {', '.join(known)}"
         require(Path(name).suffix.lstrip(".") in known, "--figure", name, hint)
-        (axes,) = figure.subplots(1, len(self.panels), squeeze=False)
-        for axis, panel in zip(axes, self.panels, strict=True):
-            for label, line in panel.lines.items():
-                axis.plot(*zip(*line, strict=True), marker="o", markersize=3, label=label)
-            axis.set_xscale("log", base=2)
-            axis.set_yscale(panel.scale)
-            axis.set_xlabel("GPUs")
-            axis.set_ylabel(panel.text)
-            axis.grid(alpha=0.3)
-        axes[0].legend(fontsize="small")
-        figure.suptitle(self.title)
-        with _writing("--figure", name) as path:
-            figure.savefig(path, dpi=150)
+        titles = [self.title, *[""] * (len(self.panels) - 1)]
+        with (
+            _writing("--figure", name) as path,
+            drawing.panels(path, titles, (6.5, 3.8), alike=False) as axes,
+        ):
+            for axis, panel in zip(axes, self.panels, strict=True):
+                methods: list[str] = []
+                for (method, label), line in panel.apart().items():
+                    style = drawing.look(method, methods.count(method))
+                    axis.plot(list(line), list(line.values()), label=label, **style)
+                    methods.append(method)
+                axis.set_xscale("log", base=2)
+                axis.set_yscale(panel.scale)
+                axis.xaxis.set_major_formatter("{x:,.0f}")
+                axis.yaxis.set_major_formatter("{x:,.4g}")
+                axis.set_xlabel("GPUs")
+                axis.set_ylabel(panel.text)
 
 
 def report_of(

@@ -40,9 +40,9 @@ def scaling_report(options: Options) -> Report:
             case = {"link": link, "method": method, "tau": tau, "gpus": gpus}
             shares = {"of_limit": throughput / limit, "scaling_ratio": ratio}
             records.append({**case, **asdict(figures), **shares})
-            line = f"{label(method, tau)}, {link}"
-            throughputs.add(line, gpus, throughput)
-            ratios.add(line, gpus, ratio)
+            name = label(method, tau) + (f", {link}" if len(options.networks) > 1 else "")
+            throughputs.add(method, name, gpus, throughput)
+            ratios.add(method, name, gpus, ratio)
     title, panels = f"{options.model}, simulated", (throughputs, ratios)
     return report_of(title, _statement(options), records, FORMATS, panels)
 

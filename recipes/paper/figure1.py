@@ -3,25 +3,31 @@
     sudo make figure1                                      what is missing, in the laboratory
 
 Cost: 9 trainings of a minute or less on 2 cores, 5 minutes in all. The picture shows the first
-repeat. It is drawn again only where that repeat's traces are, in results/runs. The committed one is
-of later runs than the table, whose traces did not mark the ends of steps.
+repeat, from results/timelines.csv, which is written where that repeat's traces are, in
+results/runs. The committed one is of later runs than the table, whose traces did not mark the ends
+of steps; its spans were read from the picture that had been drawn from the traces.
 Expected: on links of 100 Mbit/s AllReduce waits most of the time, Local SGD at the end of every
 round, CO2 never.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from co2.record import timeline
+from co2.record import drawing, timeline
+from co2.record.table import Table, read_csv
+from co2.record.timeline import Timeline
 from recipes.recipe import Recipe, Row, Rows
 from recipes.runs.cells import SummaryJSON
 from recipes.runs.laboratory import LabCell, LabColumn
-from recipes.tables import figures
 
 LINKS = ("--workers=2", "--mbit=100", "trace=true")
 measured = partial(LabColumn, overrides=LINKS, digits=1, lower=True, curve=False)
 """A column that reads the same trainings."""
+SPANS = "timelines.csv"
+HEAD = ("row", "steps", "kind", "begin_s", "end_s")
+KINDS = ("compute", "outer_steps", "snapshots", "collectives", "still")
 
 
 def per_step(run: SummaryJSON, clock: str) -> float:
@@ -33,18 +39,44 @@ def per_step(run: SummaryJSON, clock: str) -> float:
 
 
 def draw(ours: Rows, stem: Path) -> Iterator[Path]:
-    """Draw the timelines of all rows below each other, if their traces are here."""
-    path = stem.with_name(f"{stem.name}.svg")
-    runs = {}
-    for row in RECIPE.rows:
-        cell = RECIPE.cell(row, RECIPE.columns[0], "smoke", 0)
-        assert isinstance(cell, LabCell)
-        runs[row.name] = cell.folder()
-    found = {name: timeline.read(folder) for name, folder in runs.items() if folder is not None}
-    if len(found) == len(RECIPE.rows):
-        figures.save(timeline.figure(timeline.alike(found)), path)
-    if path.exists():
+    """Draw the timelines of all rows below each other, from SPANS, which is written where the
+    traces are."""
+    path, spans = stem.with_name(f"{stem.name}.svg"), stem.parents[1] / SPANS
+    cells = {row.name: RECIPE.cell(row, RECIPE.columns[0], "smoke", 0) for row in RECIPE.rows}
+    folders = {name: cell.folder() for name, cell in cells.items() if isinstance(cell, LabCell)}
+    traced = {name: timeline.read(folder) for name, folder in folders.items() if folder is not None}
+    if len(traced) == len(RECIPE.rows):
+        write(timeline.alike(traced), spans)
+    known = read(spans)
+    if known:
+        drawing.save(timeline.figure(known), path)
         yield path
+
+
+def write(found: Mapping[str, Timeline], path: Path) -> None:
+    """A line for each span of each row."""
+    Table(
+        HEAD,
+        [
+            (row, lanes.steps, kind, f"{begin:.4f}", f"{end:.4f}")
+            for row, lanes in found.items()
+            for kind in KINDS
+            for begin, end in getattr(lanes, kind)
+        ],
+    ).write_csv(path)
+
+
+def read(path: Path) -> dict[str, Timeline]:
+    """What `write` has written, but for when each step ended."""
+    found: dict[str, Timeline] = {}
+    for line in read_csv(path):
+        lanes = found.setdefault(line["row"], Timeline(0.0, *([] for _ in KINDS)))
+        begin, end = float(line["begin_s"]), float(line["end_s"])
+        getattr(lanes, line["kind"]).append((begin, end))
+        steps, seconds = int(line["steps"]), max(lanes.seconds, end)
+        ends = [seconds * step / steps for step in range(steps + 1)]
+        found[line["row"]] = replace(lanes, seconds=seconds, step_ends=ends)
+    return found
 
 
 RECIPE = Recipe(

@@ -11,7 +11,7 @@ from pathlib import Path
 from co2.record.table import NOTHING, Table
 from co2_measure.simulate.network import PROFILES
 from co2_measure.simulate.paper import SERVER_SIZE, Setting, settings
-from recipes.recipe import Rows
+from recipes.recipe import Row, Rows
 from recipes.tables import figures
 
 GPUS = (8, 16, 32, 64, 128)
@@ -24,6 +24,7 @@ METHODS = {
 }
 """Method and τ to simulate. All methods that wait at the end of a round have one schedule, and all
 that overlap another."""
+LINES = tuple(Row(name, (f"method={method}",)) for name, (method, _) in METHODS.items())
 TCP, RDMA = "80 Gbit/s TCP/IP", "800 Gbit/s RDMA"
 LINKS = {TCP: "80gbps-tcp", RDMA: "800gbps-rdma"}
 PAPER, NOMINAL, FITTED = "paper", "simulated", "simulated, fitted"
@@ -113,9 +114,9 @@ def draw(stem: Path) -> Iterator[Path]:
     for place in LINKS:
         path = figures.beside(stem, "simulated", place)
         with figures.panel(path, f"simulated, not measured: {place}") as axis:
-            for number, method in enumerate(METHODS):
-                found = throughput(simulations[place, NOMINAL], method)
-                axis.plot(list(found), list(found.values()), **figures.style(number, method))
+            for line, style in figures.styles(LINES).items():
+                found = throughput(simulations[place, NOMINAL], line)
+                axis.plot(list(found), list(found.values()), **style)
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
             axis.set_ylim(10_000, 500_000)

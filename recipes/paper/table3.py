@@ -28,6 +28,7 @@ from recipes.runs import job
 from recipes.runs.job import JobColumn
 from recipes.runs.laboratory import LabColumn
 from recipes.tables import figures, shares
+from recipes.tables.entries import by_seed
 from recipes.tables.methods import LIMIT, METHODS, STEADY_GAP
 
 PART = "2 workers"
@@ -86,20 +87,24 @@ def draw(ours: Rows, stem: Path) -> Iterator[Path]:
 
 def _panel(ours: Rows, path: Path) -> None:
     """A line for each method, over the rates."""
-    with figures.panel(path, PART) as axis:
-        for number, row in enumerate(RECIPE.rows):
-            own = [line for line in ours if line["row"] == row.name]
-            values = [[line for line in own if line["column"] == name(rate)] for rate in RATES]
-            points = [(at, figures.mean(same)) for at, same in enumerate(values) if same]
-            if points:
-                x, y = zip(*points, strict=True)
-                of_row = {"label": row.name, **figures.LIMIT}
-                axis.plot(x, y, **(of_row if row.limit else figures.style(number, row.name)))
-        axis.set_xticks(range(len(RATES)), list(RATES))
-        axis.set_ylim(bottom=0)
-        axis.yaxis.set_major_formatter("{x:,.0f}")
-        axis.set_xlabel("rate of every link, Mbit/s")
-        axis.set_ylabel("tokens/s of all workers")
+    values = by_seed(ours)
+    found = {
+        row: {
+            at: list(values[row.name, name(rate)].values())
+            for at, rate in enumerate(RATES)
+            if (row.name, name(rate)) in values
+        }
+        for row in RECIPE.rows
+    }
+    drawn = [row for row in RECIPE.rows if found[row]]
+    with figures.panels(path, PART, drawn) as parts:
+        for axis, rows in parts:
+            figures.lines(axis, {row: found[row] for row in rows})
+            axis.set_xticks(range(len(RATES)), list(RATES))
+            axis.set_ylim(bottom=0)
+            axis.yaxis.set_major_formatter("{x:,.0f}")
+            axis.set_xlabel("rate of every link, Mbit/s")
+            axis.set_ylabel("tokens/s of all workers")
 
 
 def columns() -> Iterator[LabColumn]:

@@ -14,11 +14,13 @@ left them.
 """
 
 import math
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
 from recipes.recipe import Column, Row, Rows
 from recipes.tables import figures
+from recipes.tables.entries import by_seed
 from recipes.tables.methods import METHODS as METHOD_ROWS
 from recipes.tables.methods import PAPERS_GAP, STEADY_GAP
 from recipes.tuning.tuning import TunedRecipe, at_rates, trial_column
@@ -27,7 +29,8 @@ TAUS = (1, 3, 6, 12, 24, 48, 96, 192)
 TUNED_TAUS = (3, 24, 96)
 RATES = ("2e-3", "4e-3", "8e-3", "1.6e-2")
 ALLREDUCE, LOCAL_SGD = METHOD_ROWS[:2]
-METHODS = {row.name: row.overrides for row in (STEADY_GAP, PAPERS_GAP, LOCAL_SGD)}
+DRAWN = (STEADY_GAP, PAPERS_GAP, LOCAL_SGD)
+METHODS = {row.name: row.overrides for row in DRAWN}
 GPT2 = ("task=gpt2",)
 STEPS = 3600
 """conf's at scale=smoke."""
@@ -59,29 +62,27 @@ def nearest(tau: int) -> int:
 
 def draw(ours: Rows, stem: Path) -> Iterator[Path]:
     """Draw every column over τ, a line for each method, with AllReduce as a dashed line."""
+    values = by_seed(ours)
     for column in COLUMNS:
-        found = [line for line in ours if line["column"] == column.name]
-        if not found:
+        found = {
+            method: {
+                tau: list(values[name(method.name, tau), column.name].values())
+                for tau in TAUS
+                if (name(method.name, tau), column.name) in values
+            }
+            for method in DRAWN
+        }
+        without = values.get((ALLREDUCE.name, column.name), {})
+        if not without and not any(found.values()):
             continue
         path = figures.beside(stem, column.name)
         with figures.panel(path, f"GPT-2: {column.name}") as axis:
-            for number, method in enumerate(METHODS):
-                runs = {
-                    tau: [line for line in found if line["row"] == name(method, tau)]
-                    for tau in TAUS
-                }
-                points = {tau: same for tau, same in runs.items() if same}
-                if points:
-                    means = [figures.mean(same) for same in points.values()]
-                    spreads = [figures.spread(same) for same in points.values()]
-                    style = figures.style(number, method)
-                    axis.errorbar(list(points), means, spreads, capsize=3, **style)
-            without = [line for line in found if line["row"] == ALLREDUCE.name]
+            figures.lines(axis, found)
             if without:
-                axis.axhline(figures.mean(without), label=ALLREDUCE.name, **figures.LIMIT)
+                figures.reference(axis, ALLREDUCE, statistics.fmean(without.values()))
             axis.set_xscale("log", base=2)
             axis.set_xticks(TAUS, [str(tau) for tau in TAUS], minor=False)
-            axis.set_xlabel("τ")
+            axis.set_xlabel("τ, steps of a round")
             axis.set_ylabel(column.name)
         yield path
 

@@ -101,23 +101,24 @@ def draw(ours: Rows, stem: Path) -> Iterator[Path]:
         for rate in RATES:
             names = (share(task, rate), loss(task))
             both = [
-                (number, row, [found[name, row.name] for name in names])
-                for number, row in enumerate(EVERY_METHOD)
+                (row, [found[name, row.name] for name in names])
+                for row in EVERY_METHOD
                 if all((name, row.name) in found for name in names)
             ]
-            known = [line for line in both if all(entry.values for entry in line[2])]
+            known = [line for line in both if all(entry.values for entry in line[1])]
             if known:
                 path = figures.beside(stem, task, rate)
                 _panel(known, path, f"{task}, {rate} Mbit/s")
                 yield path
 
 
-def _panel(points: Sequence[tuple[int, Row, list[Entry]]], path: Path, title: str) -> None:
-    """A dot for each method."""
+def _panel(points: Sequence[tuple[Row, list[Entry]]], path: Path, title: str) -> None:
+    """A dot for each method, with standard deviations."""
+    looks = figures.styles(row for row, _ in points)
     with figures.panel(path, title) as axis:
-        for number, row, (throughput, final) in points:
-            style = figures.style(number, row.name) | {"linestyle": "none"}
-            axis.plot(throughput.mean, final.mean, **style)
+        for row, (throughput, final) in points:
+            style = looks[row.name] | {"linestyle": "none", "elinewidth": 1}
+            axis.errorbar(throughput.mean, final.mean, final.spread, throughput.spread, **style)
         axis.set_xlim(0, 125)
         axis.set_xlabel("throughput, % of that\nwithout communication")
         axis.set_ylabel("validation loss")

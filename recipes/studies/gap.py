@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from co2.record import drawing
 from co2.record.table import Table
 from recipes.recipe import Column, Row, Rows
 from recipes.tables import figures
@@ -24,6 +25,14 @@ from recipes.tables.entries import by_seed, interval_text, percent_above
 from recipes.tuning.tuning import TunedRecipe, at_rates, trial_column
 
 GAPS = ("none", "1.5", "2", "3", "gap_aware", "gap_aware_elementwise", "gap_aware_steady")
+KINDS = {
+    "Λ constant: 1, 1.5, 2, 3": (GAPS[:4], "s"),
+    "Λ: gap_aware": (GAPS[4:5], "^"),
+    "Λ: gap_aware_elementwise": (GAPS[5:6], "D"),
+    "Λ: gap_aware_steady": (GAPS[6:], "o"),
+}
+"""In the figure: the gaps of a kind, and its marker. The default's is filled."""
+TICKS = (10, 20, 50)
 OUTER_STEPS = (("0", "1"), ("0.2", "1"), ("0.4", "1"), ("0.2", "0.7"))
 """β and α."""
 RATES = ("4e-3", "8e-3")
@@ -120,27 +129,28 @@ def tables(ours: Rows, _: Rows) -> Iterator[Table]:
 
 
 def draw(ours: Rows, stem: Path) -> Iterator[Path]:
-    """Draw the loss over β + α/Λ, a marker for each kind of gap, with the line at 1."""
-    found = points(ours)
+    """Draw how far the loss is above AllReduce's over β + α/Λ, a marker for each kind of gap."""
+    base = by_seed(ours).get((ALLREDUCE.name, LOSS.name), {})
+    found = [
+        (p, list(above.values())) for p in points(ours) if (above := percent_above(p.losses, base))
+    ]
     if not found:
         return
     path = figures.beside(stem, "rule")
     with figures.panel(path, "CO2 on GPT-2: stability and loss") as axis:
-        for number, gap in enumerate(GAPS):
-            own = [point for point in found if point.setting.gap == gap]
-            if own:
-                losses = [list(point.losses.values()) for point in own]
-                spreads = [statistics.stdev(one) if len(one) > 1 else 0.0 for one in losses]
-                means = [statistics.fmean(one) for one in losses]
-                style = figures.style(number, gap) | {"linestyle": "none"}
-                axis.errorbar([point.rule for point in own], means, spreads, capsize=3, **style)
-        axis.axvline(1.0, label="β + α/Λ = 1", **figures.LIMIT)
-        base = by_seed(ours).get((ALLREDUCE.name, LOSS.name), {})
-        if base:
-            mean = statistics.fmean(base.values())
-            axis.axhline(mean, label=ALLREDUCE.name, color="C7", linestyle=":")
+        for label, (gaps, marker) in KINDS.items():
+            own = [(point.rule, above) for point, above in found if point.setting.gap in gaps]
+            x, y = [rule for rule, _ in own], [statistics.fmean(above) for _, above in own]
+            bars = [statistics.stdev(above) if len(above) > 1 else 0.0 for _, above in own]
+            style = drawing.look("co2") | {"marker": marker, "linestyle": "none", "label": label}
+            face = {} if gaps == GAPS[-1:] else {"markerfacecolor": "none"}
+            axis.errorbar(x, y, bars, capsize=3, **style, **face)
+        axis.axvline(1.0, label="stable to the left of 1", **drawing.LIMIT)
+        axis.set_yscale("log")
+        axis.set_yticks(TICKS, [str(tick) for tick in TICKS])
+        axis.set_yticks([], minor=True)
         axis.set_xlabel("β + α/Λ")
-        axis.set_ylabel("validation loss")
+        axis.set_ylabel("loss, % above AllReduce's")
     yield path
 
 

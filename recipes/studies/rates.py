@@ -123,15 +123,15 @@ def _words(found: Mapping[float, float], best: float | None) -> str:
 def draw(ours: Rows, stem: Path) -> Iterator[Path]:
     """Draw the loss over the learning rate, a panel for each number of replicas."""
     for replicas in REPLICAS:
-        found = [losses(ours, method, replicas) for method in METHODS]
-        if not any(found):
+        found = {
+            method: {rate: [loss] for rate, loss in sorted(losses(ours, method, replicas).items())}
+            for method in METHODS
+        }
+        if not any(found.values()):
             continue
         path = figures.beside(stem, name(replicas))
         with figures.panel(path, f"GPT-2, {name(replicas)}") as axis:
-            for number, (method, own) in enumerate(zip(METHODS, found, strict=True)):
-                if own:
-                    style = figures.style(number, method.name)
-                    axis.plot(sorted(own), [own[rate] for rate in sorted(own)], **style)
+            figures.lines(axis, found)
             axis.set_xscale("log", base=2)
             axis.set_xticks([float(rate) for rate in RATES], [f"{float(r):g}" for r in RATES])
             axis.set_xlabel("learning rate")

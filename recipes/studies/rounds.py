@@ -23,12 +23,13 @@ because nobody knows which holds.
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from co2.record import drawing
 from co2.record.table import NOTHING, Table
 from recipes.recipe import Column, Row, Rows
 from recipes.tables import equal_steps, figures
@@ -118,6 +119,8 @@ ROWS = (*BASES, *VARIANTS, *ALONE, *RIVALS, *FRAGMENTS)
 OTHERS = ROWS[1:]
 DRAWN = BASES[1:]
 """Those with a line in the figures; variants would hide them."""
+BESIDE = 1.04
+"""In the figure of steps, from one method's place to the next one's, as a factor."""
 Gaps = dict[int, list[float]]
 """By number of rounds: percent above AllReduce's loss, for every seed."""
 
@@ -328,38 +331,27 @@ def draw(ours: Rows, stem: Path) -> Iterator[Path]:
     found, measured = gaps(ours), ratios(ours)
     if found:
         path = figures.beside(stem, "gaps")
-        with over_rounds(path, "GPT-2: percent above AllReduce's loss") as axis:
-            for number, row in enumerate(DRAWN):
-                means = {r: statistics.fmean(own) for r, own in found.get(row.name, {}).items()}
-                spreads = [
-                    statistics.stdev(own) if len(own) > 1 else 0.0
-                    for own in found.get(row.name, {}).values()
-                ]
-                line(axis, number, means, spreads)
-            axis.axhline(GOAL, label=f"{GOAL:g} %", **figures.LIMIT)
+        with over_rounds(path, "GPT-2: loss above AllReduce's") as axis:
+            figures.lines(axis, {row: found.get(row.name, {}) for row in DRAWN})
+            axis.axhline(GOAL, label=f"{GOAL:g} %", **drawing.LIMIT)
             axis.set_ylabel("% above AllReduce")
         yield path
     if measured:
         path = figures.beside(stem, "steps")
-        with over_rounds(path, "GPT-2: steps for one of AllReduce's") as axis:
+        looks = figures.styles(DRAWN)
+        with over_rounds(path, "GPT-2: steps to AllReduce's loss") as axis:
             for number, row in enumerate(DRAWN):
                 own = measured.get(row.name, {})
-                line(axis, number, {r: math.exp(ratio.mean.mean) for r, ratio in own.items()})
-            axis.axhline(1, label=ALLREDUCE, **figures.LIMIT)
-            axis.set_ylabel("x")
+                aside = BESIDE ** (number - len(DRAWN) // 2)  # or bars would hide each other
+                middles, bars = figures.bars(ratio.mean for ratio in own.values())
+                means = dict(zip((aside * rounds for rounds in own), middles, strict=True))
+                hollow = [aside * rounds for rounds, ratio in own.items() if ratio.extrapolated]
+                drawing.points(axis, means, bars, hollow, **looks[row.name])
+            style = {"color": drawing.GREY, "marker": "o", "fillstyle": "none", "linestyle": "none"}
+            axis.plot([], [], label="extrapolated", **style)
+            figures.reference(axis, BASES[0], 1)
+            axis.set_ylabel("steps per step of AllReduce")
         yield path
-
-
-def line(
-    axis: Any, number: int, means: Mapping[int, float], spreads: Sequence[float] | None = None
-) -> None:
-    """A line of the method with this number among `DRAWN`, by number of rounds, if there is one.
-
-    Any: axes of matplotlib.
-    """
-    if means:
-        style = figures.style(number, DRAWN[number].name)
-        axis.errorbar(list(means), list(means.values()), spreads, capsize=3, **style)
 
 
 @contextmanager

@@ -1,24 +1,20 @@
-"""Figures as SVG: one panel a file, so that a phone shows them below each other.
+"""Figures of recipes as SVG: one subject a file, so that a phone shows them below each other."""
 
-Grey lettering on a transparent ground can be read on a light and on a dark page.
-"""
-
+import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from co2.record import drawing
 from recipes.recipe import Recipe, Row, Rows
+from recipes.tables.log_mean import LogMean
 
-_GREY = "#808080"
-_MARKERS = "os^Dv<>P*X"
 _MARKED = 0.1
 """Markers of a curve are this share of the panel's diagonal apart, or as far as evaluations are."""
-_LETTERS = 12
-"""Points, of which a panel is 324 wide: a phone shows them about as large as the page's words."""
-_LEGEND = 48
-"""Letters that fit into a line of the legend, which has one column where two have more."""
+_MOST = 6
+"""Curves in a panel."""
 
 
 def curves(recipe: Recipe, evals: Rows, stem: Path) -> Iterator[Path]:
@@ -29,7 +25,8 @@ def curves(recipe: Recipe, evals: Rows, stem: Path) -> Iterator[Path]:
         drawn = [line for line in evals if line["column"] == column.name]
         title = column.name if len(columns) > 1 else recipe.title
         axes = ("step", "train_s") if recipe.undisturbed else ("step",)
-        for against in axes if drawn else ():
+        several = len({line["step"] for line in drawn}) > 1  # or a curve is a point
+        for against in axes if several else ():
             path = beside(stem, column.name, "steps" if against == "step" else "seconds")
             _curve(recipe, drawn, against, path, title)
             yield path
@@ -38,26 +35,25 @@ def curves(recipe: Recipe, evals: Rows, stem: Path) -> Iterator[Path]:
 def _curve(recipe: Recipe, evals: Rows, against: str, path: Path, title: str) -> None:
     """Draw a line for each row of the table: the mean over the seeds, in a band of one standard
     deviation to either side. Where there is a goal, a dashed line is at it."""
-    with panel(path, title) as axis:
-        for number, row in enumerate(recipe.rows):
-            at = _evaluations(evals, row)
-            if at:
-                x = [mean(same, against) for same in at]
-                y = [mean(same, "loss") for same in at]
-                spreads = [spread(same, "loss") for same in at]
-                axis.plot(x, y, markevery=_MARKED, **style(number, row.name))
-                if any(spreads):
-                    low, high = (
-                        [m + s * d for m, d in zip(y, spreads, strict=True)] for s in (-1, 1)
-                    )
-                    axis.fill_between(x, low, high, color=f"C{number}", alpha=0.2, linewidth=0)
-        if recipe.goal is not None:
-            _goal(axis, _evaluations(evals, recipe.goal))
-            if against == "train_s":
-                axis.set_xscale("log")
-                axis.xaxis.set_major_formatter("{x:g}")
-        axis.set_xlabel("steps" if against == "step" else "seconds of training")
-        axis.set_ylabel("validation loss")
+    found = {row: at for row in recipe.rows if (at := _evaluations(evals, row))}
+    with panels(path, title, list(found)) as parts:
+        looks = styles(found)
+        for axis, rows in parts:
+            for row in rows:
+                x = [mean(same, against) for same in found[row]]
+                y = [mean(same, "loss") for same in found[row]]
+                axis.plot(x, y, markevery=_MARKED, **looks[row.name])
+                spreads = [spread(same, "loss") for same in found[row]]
+                low, high = ([m + s * d for m, d in zip(y, spreads, strict=True)] for s in (-1, 1))
+                colour = looks[row.name]["color"]
+                axis.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+            if recipe.goal is not None:
+                _goal(axis, _evaluations(evals, recipe.goal))
+                if against == "train_s":
+                    axis.set_xscale("log")
+                    axis.xaxis.set_major_formatter("{x:g}")
+            axis.set_xlabel("steps" if against == "step" else "seconds of training")
+            axis.set_ylabel("validation loss")
 
 
 def _evaluations(evals: Rows, row: Row) -> list[Rows]:
@@ -71,79 +67,75 @@ def _goal(axis: Any, first: Sequence[Rows]) -> None:
     """A dashed line at the loss after the last step, with its value. Any: axes of matplotlib."""
     if first:
         loss = mean(first[-1], "loss")
-        axis.axhline(loss, zorder=3, **LIMIT)
+        axis.axhline(loss, zorder=3, **drawing.LIMIT)
         place = {"xycoords": axis.get_yaxis_transform(), "textcoords": "offset points"}
         axis.annotate(f"goal: {loss:.2f}", (0, loss), (4, -4), verticalalignment="top", **place)
 
 
-def style(number: int, label: str) -> dict[str, Any]:
-    """The line style of the row with this number: the same in every figure of a recipe.
+def styles(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
+    """By name of row, how its line looks: as its method in every figure. Dashes tell rows of one
+    method apart. Any: keyword arguments of matplotlib's `plot`."""
+    found: dict[str, dict[str, Any]] = {}
+    seen: dict[str, int] = {}
+    for row in rows:
+        method = row.overrides[0].removeprefix("method=")
+        number = seen[method] = seen.get(method, -1) + 1
+        own = drawing.LIMIT if row.limit else drawing.look(method, number)
+        found[row.name] = {**own, "label": row.name}
+    return found
 
-    Any: keyword arguments of matplotlib's `plot`.
+
+def lines(axis: Any, found: Mapping[Row, Mapping[Any, Sequence[float]]]) -> None:
+    """A line for each row through the means over its seeds, with bars of one standard deviation.
+
+    Any: axes of matplotlib, and places on them.
     """
-    marker = _MARKERS[number % len(_MARKERS)]
-    return {"color": f"C{number}", "marker": marker, "markersize": 4, "label": label}
+    looks = styles(found)
+    for row, seeds in found.items():
+        if seeds:
+            means = {place: statistics.fmean(values) for place, values in seeds.items()}
+            bars = [statistics.stdev(own) if len(own) > 1 else 0.0 for own in seeds.values()]
+            drawing.points(axis, means, bars if any(bars) else None, **looks[row.name])
 
 
-LIMIT = {"color": _GREY, "linestyle": "--"}
-"""The style of a line that others are compared with."""
+def bars(means: Iterable[LogMean], factor: float = 1.0) -> tuple[list[float], list[list[float]]]:
+    """What these are means of, and how far their 95 % intervals reach below and above."""
+    middles, below, above = [], [], []
+    for mean in means:
+        middle, width = factor * math.exp(mean.mean), mean.half_width or 0.0
+        middles.append(middle)
+        below.append(-middle * math.expm1(-width))
+        above.append(middle * math.expm1(width))
+    return middles, [below, above]
+
+
+def reference(axis: Any, row: Row, value: float) -> None:
+    """A dashed line at a row's value, which other lines are compared with. Any: as for `lines`."""
+    axis.axhline(
+        value, **drawing.LIMIT | {"color": styles([row])[row.name]["color"]}, label=row.name
+    )
+
+
+@contextmanager
+def panels(
+    path: Path, title: str, rows: Sequence[Row]
+) -> Iterator[Sequence[tuple[Any, Sequence[Row]]]]:
+    """As many panels below each other as these rows need, each with its rows. The first row and
+    limits are in every panel. Any: axes of matplotlib."""
+    always = [row for row in rows if row is rows[0] or row.limit]
+    others = [row for row in rows if row not in always]
+    count = -(-len(others) // (_MOST - len(always))) or 1
+    each = -(-len(others) // count)
+    parts = [[*always, *others[at * each : (at + 1) * each]] for at in range(count)]
+    with drawing.panels(path, [title, *[""] * (count - 1)]) as axes:
+        yield list(zip(axes, parts, strict=True))
 
 
 @contextmanager
 def panel(path: Path, title: str) -> Iterator[Any]:
-    """Axes with grey lettering on a transparent ground, written to the file at the end.
-
-    Any: matplotlib is imported only here, and its axes carry no useful types.
-    """
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    with rc_context({"font.size": _LETTERS}):
-        figure = Figure(figsize=(4.5, 3.4), layout="constrained")
-        FigureCanvasSVG(figure)
-        axis = figure.subplots()
+    """A single panel. Any: axes of matplotlib."""
+    with drawing.panels(path, [title]) as (axis,):
         yield axis
-        axis.set_title(title, fontsize="medium")
-        axis.grid(alpha=0.3)
-        labelled = axis.get_legend_handles_labels()[1]
-        if labelled:
-            half = -(-len(labelled) // 2)
-            halves = [labelled[:half], labelled[half:]]
-            broadest = sum(max(map(len, labels), default=0) for labels in halves)
-            columns = 2 if broadest <= _LEGEND else 1
-            figure.set_figheight(3.4 + 0.17 * -(-len(labelled) // columns))
-            figure.legend(
-                loc="outside lower center",
-                ncols=columns,
-                fontsize=0.75 * _LETTERS,
-                frameon=False,
-                labelspacing=0.2,
-                handlelength=1.5,
-                columnspacing=1,
-            )
-    save(figure, path)
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write a figure of matplotlib. The same figure makes the same file: no date, no random names.
-
-    Its text stays text, so that a page can colour it.
-    """
-    from matplotlib import rc_context
-    from matplotlib.text import Text
-
-    for axis in figure.axes:
-        axis.tick_params(colors=_GREY, which="both")
-        for spine in axis.spines.values():
-            spine.set_color(_GREY)
-    for text in figure.findobj(Text):
-        text.set_color(_GREY)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # One name for the font, because a list of them would stand beside every word of the file.
-    font = ["DejaVu Sans"]
-    with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none", "font.sans-serif": font}):
-        figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
 def beside(stem: Path, *words: str) -> Path:

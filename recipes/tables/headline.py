@@ -13,6 +13,7 @@ from typing import Any
 
 from scipy.stats import t
 
+from co2.record import drawing
 from co2.record.table import NOT_RUN, NOTHING, Table
 from recipes.recipe import Rows
 from recipes.registry import RECIPES
@@ -109,58 +110,42 @@ def draw(ours: Rows, path: Path) -> Iterator[Path]:
     found = dots(ours)
     if not found:
         return
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    with rc_context({"font.size": 12}):
-        figure = Figure(figsize=(9, 4.6), layout="constrained")
-        FigureCanvasSVG(figure)
-        axes = figure.subplots(1, len(LINKS), sharex=True, sharey=True)
+    titles = [f"links of {link}" for link in LINKS]
+    with drawing.panels(path, titles, (3.1, 3.6), beside=True) as axes:
         for axis, link in zip(axes, LINKS, strict=True):
             _panel(axis, link, found)
-        axes[0].set_ylabel("steps to the same loss,\nin units of AllReduce's")
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    figures.save(figure, path)
+        axes[0].set_ylabel("steps per step of AllReduce,\nto the same loss")
     yield path
 
 
 def _panel(axis: Any, link: str, found: Mapping[tuple[str, str], Dot]) -> None:
     """A dot for each method, over diagonals of equal net time. Any: axes of matplotlib."""
-    axis.set_title(f"links of {link}", fontsize="medium")
     axis.set_xscale("log")
     axis.set_yscale("log")
-    low, high = 0.8, 1.15 * max(math.exp(dot.steps.mean) for dot in found.values())
+    low, high = 0.8, 1.3 * max(math.exp(dot.steps.mean) for dot in found.values())
     left = 70 * math.exp(min(dot.share.mean for dot in found.values()))
     axis.set_xlim(left, 150)
     axis.set_ylim(low, high)
     for time in NET_TIMES:
         label = "equal net time" if time == NET_TIMES[0] else None
         ends = [time * left / 100, time * 1.5]
-        axis.plot([left, 150], ends, zorder=0, lw=0.8, label=label, **figures.LIMIT)
+        axis.plot([left, 150], ends, zorder=0, lw=0.8, label=label, **drawing.LIMIT)
         if 1.1 * left < 100 * low / time:
             place = (100 * low / time, low)
             axis.annotate(f"×{time:g}", place, (-2, 6), textcoords="offset points", ha="right")
-    for number, row in enumerate(ROWS):
-        dot = found.get((row.name, link))
+    for row, style in figures.styles(ROWS).items():
+        dot = found.get((row, link))
         if dot is not None:
-            x, y = 100 * math.exp(dot.share.mean), math.exp(dot.steps.mean)
-            style = figures.style(number, row.name) | {"markersize": 10, "linestyle": "none"}
-            bars = {"elinewidth": 1, "capsize": 3}
-            axis.errorbar(x, y, _bar(dot.steps), _bar(dot.share, 100), **bars, **style)
+            style |= {"markersize": 1.8 * style["markersize"], "linestyle": "none"}
+            x, y = (
+                figures.bars([mean], factor) for mean, factor in ((dot.share, 100), (dot.steps, 1))
+            )
+            axis.errorbar(x[0], y[0], y[1], x[1], elinewidth=1, capsize=3, **style)
+    axis.annotate("better ↘", (145, 1.0), ha="right", va="center")
     axis.set_xticks((10, 20, 50, 100), ("10", "20", "50", "100"))
     axis.set_yticks((1, 1.5, 2), ("1", "1.5", "2"))
     axis.minorticks_off()
     axis.set_xlabel("throughput kept, % of that\nwithout communication")
-
-
-def _bar(mean: LogMean, factor: float = 1.0) -> list[list[float]] | None:
-    """How far the interval's ends are below and above the mean."""
-    if mean.half_width is None:
-        return None
-    middle, width = factor * math.exp(mean.mean), mean.half_width
-    return [[-middle * math.expm1(-width)], [middle * math.expm1(width)]]
 
 
 def table(ours: Rows, scale: str) -> Table:

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from co2.record.table import Table, read_csv
+from co2_measure.lab import report as laboratory
+from co2_measure.lab.measurement import read_csv as read_cells
 from recipes.recipe import SCALES, Recipe
 from recipes.runs import measured
 from recipes.tables import answer, figures, finalists, headline, layout, pages, report
@@ -49,6 +51,9 @@ def render(recipes: Sequence[Recipe], out: Path, scale: str) -> None:
         ours = [row for row in known[0] if row["scale"] == scale]
         first = list(headline.draw(ours, out / "figures" / "headline.svg"))
         made |= set(first)
+        lab = out / "lab"
+        if (lab / "cells.csv").exists():
+            laboratory.draw(read_cells(lab / "cells.csv"), lab / "throughput.svg")
     opening = replace(answer.opening(known[0], trials, scale, said), figures=first)
     report.write(out / f"report{end}.html", opening, sections)
     for folder in (out / "tables", out / "figures"):

@@ -109,19 +109,28 @@ def write(path: Path, opening: Opening, sections: Sequence[Section]) -> None:
     places = {"answer": "The answer", **{slug(t.title): t.title for t in opening.tables}}
     places["experiments"] = f"All {len(sections)} experiments"
     links = "".join(f'<a href="#{name}">{escape(title)}</a> ' for name, title in places.items())
+    body = (
+        f"<nav>{links}</nav>\n{_opening(opening)}"
+        '<h2 id="experiments">Experiments</h2>\n'
+        "<p>A click on an experiment opens it; a click on a head of a table sorts by it. Curves "
+        "are means over the seeds, in bands of one standard deviation to either side.</p>\n"
+        f"{''.join(map(_section, sections))}"
+    )
+    looks: dict[str, str] = {}
+    body = re.sub(
+        r"<figure>.*?</figure>", lambda figure: _classed(figure[0], looks), body, flags=re.DOTALL
+    )
+    rules = "".join(f".{name}{{{look}}}" for look, name in looks.items())
     path.write_text(
         "<!doctype html>\n"
         '<html lang="en"><head><meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         # Or a browser would request an icon.
         '<link rel="icon" href="data:,">\n'
-        f"<title>Ways of synchronizing replicas, compared</title>\n<style>{_STYLE}</style></head>\n"
+        f"<title>Ways of synchronizing replicas, compared</title>\n"
+        f"<style>{_STYLE}{rules}</style></head>\n"
         "<body><h1>Ways of synchronizing replicas, compared</h1>\n"
-        f"<nav>{links}</nav>\n{_opening(opening)}"
-        '<h2 id="experiments">Experiments</h2>\n'
-        "<p>A click on an experiment opens it; a click on a head of a table sorts by it. Curves "
-        "are means over the seeds, in bands of one standard deviation to either side.</p>\n"
-        f"{''.join(map(_section, sections))}<script>{_SCRIPT}</script></body></html>\n"
+        f"{body}<script>{_SCRIPT}</script></body></html>\n"
     )
 
 
@@ -204,6 +213,16 @@ def _figure(path: Path) -> str:
     text = re.sub(r'<g id="[^"]+"', "<g", text)
     text = re.sub(r"<[^>]*>", lambda tag: _rounded(tag[0]), text)  # not what stands between tags
     return f"<figure>{text}</figure>\n"
+
+
+def _classed(figure: str, looks: dict[str, str]) -> str:
+    """The figure with a short name for each of its styles, which many tags share; `looks` has them,
+    by style."""
+    return re.sub(
+        r'style="([^"]*)"',
+        lambda own: f'class="{looks.setdefault(own[1], f"s{len(looks)}")}"',
+        figure,
+    )
 
 
 def _rounded(tag: str) -> str:

@@ -53,6 +53,7 @@ def test_every_page_is_there(site: Path) -> None:
         assert f": {page.relative_to(ROOT)}\n" in menu
         name = page.relative_to(ROOT).with_suffix(".html")
         assert (site / ("index.html" if page.name == "README.md" else name)).is_file(), name
+    assert ">The report</a>" in (site / "index.html").read_text(), "beside the results"
 
 
 def test_every_link_leads_somewhere(site: Path) -> None:
@@ -68,6 +69,11 @@ def test_every_link_leads_somewhere(site: Path) -> None:
             if not file.is_file() or (name and file in pages and name not in pages[file].names):
                 lost.add(f"{page.relative_to(site)}: {target}")
     assert pages and not lost
+
+
+def test_a_rendered_number_ends_no_paragraph(site: Path) -> None:
+    for page in nonempty(site.rglob("*.html")):
+        assert "<!--=" not in page.read_text(), page
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:

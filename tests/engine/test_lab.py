@@ -239,7 +239,7 @@ def test_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of what DDP sends each step over 4 Mbit/s nothing can be hidden behind so small a model.
     assert float(rows["allreduce"]["comm_s"]) / 6 > 0.8 * payload * 8 / 4e6
     assert float(rows["allreduce"]["throughput"]) < 0.3 * float(rows["none"]["throughput"])
-    assert (tmp_path / "out/throughput.png").stat().st_size > 1000
+    assert (tmp_path / "out/throughput.svg").stat().st_size > 1000
     table = (tmp_path / "out/table.md").read_text()
     assert "| 2 | 4 | allreduce |" in table and "Hardware: " in table
     for method in rows:

@@ -3,6 +3,7 @@ what it refuses, in one line: ways to travel, and inner optimizers. A method is 
 the registry; the limits of its settings are in tests/engine/test_limits.py."""
 
 import re
+from itertools import chain, combinations
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import co2
-from benchmarks.method_pictures import DRAWN, FRAGMENTED, picture
+from benchmarks import method_pictures as pictures
+from benchmarks.method_pictures import DRAWN, FRAGMENTED
 from co2.catalogue import CATALOGUE
 from co2.config import Blocking, CommConfig, CommDevice, Precision
 from co2.errors import ConfigError
@@ -171,7 +173,48 @@ def test_pictures_are_what_the_simulator_shows() -> None:
     assert {path.stem for path in (DOCS / "pictures").glob("*.svg")} == set(DRAWN)
     for name in DRAWN:
         assert f"(pictures/{name}.svg)" in CARDS[name.removesuffix(FRAGMENTED)]
-        assert (DOCS / "pictures" / f"{name}.svg").read_text() == picture(name), name
+        assert (DOCS / "pictures" / f"{name}.svg").read_text() == pictures.picture(name), name
+
+
+SEEN = 2.0
+"""Pixels between two curves that a reader can see."""
+
+
+def shapes(name: str) -> tuple[str, list[list[float]]]:
+    """What a picture draws without a word: everything but the curves, and the heights of these from
+    left to right."""
+    text = (DOCS / "pictures" / f"{name}.svg").read_text()
+    text = re.sub(r"<(text|style)\b.*?</\1>|<svg[^>]*>", "", text)
+    curves = re.findall(r'<polyline class="path"[^>]* points="([^"]*)"', text)
+    heights = [[float(place.split(",")[1]) for place in curve.split()] for curve in curves]
+    return re.sub(r'<polyline class="path".*?/>', "", text), heights
+
+
+@pytest.mark.parametrize(("one", "other"), list(combinations(DRAWN, 2)))
+def test_no_two_pictures_draw_the_same(one: str, other: str) -> None:
+    (lanes, curves), (other_lanes, other_curves) = shapes(one), shapes(other)
+    if lanes == other_lanes:
+        pairs = zip(chain(*curves), chain(*other_curves), strict=True)
+        assert max(abs(a - b) for a, b in pairs) > SEEN
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_picture_shows_what_is_declared(name: str) -> None:
+    method = name.removesuffix(FRAGMENTED)
+    course, words, entry = pictures.course_of(name), pictures.card(name), CATALOGUE[method]
+    bars = [span for span in course.spans if span.lane == course.workers]
+    sent = {bar.kind for bar in bars}
+    assert pictures.SENT[words.sends][0] in sent
+    if METHODS[method].averages_gradients:
+        assert sent == {pictures.GRADIENTS}
+    computing = [span for span in course.spans if span.kind == "compute"]
+    if entry.blocking is Blocking.always or getattr(METHODS[method].Config(), "delay", 1) == 0:
+        assert any(span.kind == "wait" for span in course.spans)
+        assert max(at - over for over, at, _ in course.taken) == pytest.approx(0, abs=1e-9)
+    else:
+        assert any(c.begin < b.end - 0.5 and b.begin + 0.5 < c.end for c in computing for b in bars)
+    alike = len({str(path) for path in pictures.weights(name, course)}) == 1
+    assert alike != words.local, "where all replicas are alike, weights move with a mean only"
 
 
 # Refusals.
