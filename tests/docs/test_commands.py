@@ -137,6 +137,12 @@ def test_named_files_are_there() -> None:
     assert [pair for pair in nonempty(named) if not (ROOT / pair[1]).exists()] == []
 
 
+def test_a_number_s_mark_begins_no_line() -> None:
+    """On GitHub it would end the paragraph."""
+    lines = [line for page in nonempty(PAGES) for line in page.read_text().splitlines()]
+    assert [line for line in nonempty(lines) if line.startswith("<!--=")] == []
+
+
 def test_a_number_s_mark_does_not_cut_its_cell() -> None:
     """A | that is not escaped ends a table's cell, also within a comment."""
     rows = [row for page in PAGES for row in re.findall(r"^\|.*", page.read_text(), re.MULTILINE)]
