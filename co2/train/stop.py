@@ -54,8 +54,8 @@ def voted(
     # The same workers may train one run after another, as in a sweep by srun: each has a vote of
     # its own, or it would take the answers of the run before for those of now.
     number = store.add(f"stop/votes/{mesh.worker}", 1)
-    own = dist.PrefixStore(f"vote {number}", store)
-    return StopVote(own, mesh.worker, lambda: range(mesh.num_workers), signals, done, grace_s)
+    of_run = dist.PrefixStore(f"vote {number}", store)
+    return StopVote(of_run, mesh.worker, lambda: range(mesh.num_workers), signals, done, grace_s)
 
 
 class StopVote:

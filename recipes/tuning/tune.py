@@ -363,9 +363,9 @@ def at_border(search: Sequence[Line], best: Line) -> list[str]:
     short = {line["trial"]: settings(line) for line in rungs(search)[0]}
     found = []
     for name, value in settings(best).items():
-        tried = [own[name] for own in short.values()]
-        if any(isinstance(one, str | None) for one in tried):
-            continue  # a kind of gap, which was a knob; or what all trials have
+        tried = [one for own in short.values() if isinstance(one := own[name], int | float)]
+        if len(tried) < len(short):
+            continue  # a kind of gap, which was a knob; or null, which all trials have
         at_end = short[best["trial"]][name] in (min(tried), max(tried))
         if at_end and not at_legal_end(best["method"], name, value, best["tau"]):
             found.append(name)
