@@ -37,14 +37,13 @@ def main() -> None:
         for mbit in map(float, args.mbit.split(",")):
             predicted = probed(args.workers, mbit, Path(folder))
             for method in args.methods.split(","):
-                shares = [
-                    train(Trial(args.workers, mbit, method, n), Conditions(), Path(folder))
-                    for n in range(args.repeats)
-                ]
-                measured = 100 * statistics.median(one["exposed_share"] for one in shares)
-                apart.append(abs(predicted[method] - measured))
-                values = (predicted[method], measured, predicted[method] - measured)
-                rows.append([f"{mbit:g}", method, *(f"{value:.1f}" for value in values)])
+                share, fragments = predicted[method]
+                trials = [Trial(args.workers, mbit, method, n) for n in range(args.repeats)]
+                runs = [train(one, Conditions(), Path(folder), fragments) for one in trials]
+                measured = 100 * statistics.median(one["exposed_share"] for one in runs)
+                apart.append(abs(share - measured))
+                values = (f"{value:.1f}" for value in (share, measured, share - measured))
+                rows.append([f"{mbit:g}", " ".join([method, *fragments]), *values])
                 print(*rows[-1], sep="  ", flush=True)
     within = sum(one <= GOAL for one in apart)
     report.write(
@@ -57,8 +56,12 @@ def main() -> None:
     )
 
 
-def probed(workers: int, mbit: float, folder: Path) -> dict[str, float]:
-    """By method, the percentage of the time that the probe says it waits."""
+Forecasts = dict[str, tuple[float, list[str]]]
+"""By method: the percentage of the time that it waits, and the override of its fragments."""
+
+
+def probed(workers: int, mbit: float, folder: Path) -> Forecasts:
+    """What the probe says of each method."""
     trial = Trial(workers, mbit, "probe", 0)
     command = [sys.executable, "-m", "co2", "probe", *TASK, f"runs={folder / 'probe'}"]
     with SlowNetwork([mbit] * workers, cores=Conditions().cores(trial)) as network:
@@ -71,8 +74,8 @@ def probed(workers: int, mbit: float, folder: Path) -> dict[str, float]:
     return shares_in(texts[0])
 
 
-def shares_in(text: str) -> dict[str, float]:
-    """The column "waits" of the probe's table, by method."""
+def shares_in(text: str) -> Forecasts:
+    """The probe's table."""
     rows: Sequence[list[str]] = [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in text.splitlines()
@@ -80,7 +83,10 @@ def shares_in(text: str) -> dict[str, float]:
     ]
     head, *others = rows
     at = head.index("waits")
-    return {row[0]: float(row[at].rstrip("%")) for row in others}
+    return {
+        row[0]: (float(row[at].rstrip("%")), [word for word in row[-1].split() if "fragm" in word])
+        for row in others
+    }
 
 
 if __name__ == "__main__":

@@ -85,6 +85,14 @@ def test_fragments_are_taken_where_their_latency_is_hidden() -> None:
         assert best_forecast(found, "co2", 12, 4 * NUMEL).fragments == 1
 
 
+def test_parts_of_a_vector_share_the_link() -> None:
+    """A link that lets a tenth pass at once is no quicker for ten tenths."""
+    bursting = Curve([4 * NUMEL // 10, 4 * NUMEL], [0.0, 6.0])
+    found = Measured(4, 1.0, 1.0, 4 * NUMEL, bursting, bursting)
+    whole, cut = (forecast(found, "co2_keep", 4, 4 * NUMEL, parts).share for parts in (1, 4))
+    assert whole == pytest.approx(2 / 6) and cut == pytest.approx(whole)
+
+
 def test_every_method_is_told_with_the_command_that_starts_it() -> None:
     lines = report(FOUND, 12, 4 * NUMEL, ["task=gpt2", "launch.workers=4"]).splitlines()
     assert lines[0] == "a step: 1 s, and 0% more beside a mean"
@@ -93,7 +101,8 @@ def test_every_method_is_told_with_the_command_that_starts_it() -> None:
     assert {row[1] for row in rows} == ENTRIES.keys() - {LIMIT}
     waits = [float(row[3].rstrip("%")) for row in rows]
     assert waits == sorted(waits)
-    assert shares_in("\n".join(lines)) == {row[1]: float(row[3].rstrip("%")) for row in rows}
+    shares = {method: share for method, (share, _) in shares_in("\n".join(lines)).items()}
+    assert shares == {row[1]: float(row[3].rstrip("%")) for row in rows}
     (words,) = [row[7].split() for row in rows if row[1] == "co2"]
     assert words == ["train.py", "task=gpt2", "launch.workers=4", "method=co2", "co2.tau=12"]
 
