@@ -32,7 +32,7 @@ train: $(VENV)/.ready ## the main job: GPT-2 under CO2 on embedded text, two wor
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_WAIT_POLICY=PASSIVE \
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
-test: $(VENV)/.ready ## every test that needs no more than Python: seven minutes on two quiet cores (ARGS="-k comm" picks some)
+test: $(VENV)/.ready ## every test that needs no more than Python: a quarter of an hour on two cores (ARGS="-k comm" picks some)
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-fast: $(VENV)/.ready ## the quick ones of them, for every edit

@@ -157,9 +157,15 @@ _STYLE = (
     f".wait{{fill:none;stroke:{WAIT};stroke-dasharray:3 2}}"
     f".line,.take,.icon,.best{{fill:none;stroke:{GREY}}}.best{{stroke-dasharray:1 3}}"
     f".wave{{fill:none;stroke:{SENT['m'][1]};stroke-width:1.5}}"
+    ".take{marker-end:url(#tip)}"
     f".path{{fill:none;stroke:{COMPUTE};stroke-width:1.8}}.cell{{fill:{GREY};opacity:.3}}"
     + "".join(f".{kind}{{fill:{colour}}}" for kind, colour in SENT.values())
 )
+_TIP = (
+    '<marker id="tip" orient="auto" refX="4" refY="3" markerWidth="6" markerHeight="6">'
+    '<path class="line" d="M0 .5L4 3L0 5.5"/></marker>'
+)
+"""The head of an arrow."""
 
 
 @dataclass(frozen=True)
@@ -461,6 +467,7 @@ def svg(name: str, course: Course, paths: list[list[list[float]]]) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">',
         f"<style>{_STYLE}</style>",
+        _TIP,
     ]
     for lane, top in tops.items():
         label = "network" if lane == count else f"worker {lane}"
@@ -514,8 +521,6 @@ def _arrows(course: Course, tops: dict[int, int]) -> Iterator[str]:
             yield _line("take", [(before, begin), (before, lies), (x, lies), (x, tip)])
         else:
             yield _line("take", [(x, begin), (x, tip)])
-        back = 4 if up else -4
-        yield _line("take", [(x - 2.5, tip + back), (x, tip), (x + 2.5, tip + back)])
 
 
 def _icon(entry: Entry, kind: str, name: str, top: int) -> str:

@@ -10,7 +10,6 @@ import argparse
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import report
@@ -76,15 +75,14 @@ def probed(workers: int, mbit: float, folder: Path) -> Forecasts:
 
 def shares_in(text: str) -> Forecasts:
     """The probe's table."""
-    rows: Sequence[list[str]] = [
+    head, *others = (
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in text.splitlines()
         if line.startswith("| ")
-    ]
-    head, *others = rows
+    )
     at = head.index("waits")
     return {
-        row[0]: (float(row[at].rstrip("%")), [word for word in row[-1].split() if "fragm" in word])
+        row[0]: (float(row[at].rstrip("%")), [w for w in row[-1].split() if ".fragments=" in w])
         for row in others
     }
 

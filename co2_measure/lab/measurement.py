@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from co2.record import table
 from co2.record.provenance import of_run
@@ -103,12 +103,13 @@ def write_csv(found: Sequence[Measurement], path: Path, with_target: bool) -> No
 
 def read_csv(path: Path) -> list[Measurement]:
     """What `write_csv` has written."""
-    kinds: dict[str, Any] = {"workers": int, "repeat": int, "steps": int}
-    kinds |= dict.fromkeys(("mbit", "method", "commit", "hardware"), str)
-    found = []
-    for line in table.read_csv(path):
-        values: dict[str, Any] = {
-            key: kinds.get(key, float)(text) if text else None for key, text in line.items()
-        }
-        found.append(Measurement(**values))
-    return found
+    kinds = get_type_hints(Measurement)
+
+    def value(name: str, text: str) -> Any:
+        kind = kinds[name] if isinstance(kinds[name], type) else float  # or None
+        return kind(text) if text else None
+
+    return [
+        Measurement(**{name: value(name, text) for name, text in line.items()})
+        for line in table.read_csv(path)
+    ]

@@ -3,7 +3,7 @@
 from co2.errors import require
 from co2_measure.simulate.drawn import drawn_goodput
 from co2_measure.simulate.failures import DISCARD, RESTART, WAYS, Round, goodput
-from co2_measure.simulate.methods import ENTRIES, LIMIT, label
+from co2_measure.simulate.methods import ENTRIES, LIMIT
 from co2_measure.simulate.models import MODELS
 from co2_measure.simulate.options import Options
 from co2_measure.simulate.report import Panel, Report, report_of
@@ -67,9 +67,8 @@ def goodput_report(options: Options) -> Report:
                     **{f"{way}_drawn": drawn.get(way) for way in WAYS},
                 }
             )
-            name = label(method, tau) + (f", {link}" if len(options.networks) > 1 else "")
             for way, share in closed.items():
-                lost.add(method, name, gpus, 100 * (1 - share), way)
+                lost.add(method, options.line(link, method, tau), gpus, 100 * (1 - share), way)
     title = f"{options.model}, goodput where nodes fail, simulated"
     return report_of(title, _statement(options, differ), records, FORMATS, (lost,))
 

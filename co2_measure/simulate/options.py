@@ -8,7 +8,7 @@ from co2.arguments import number, whole
 from co2.errors import nearest, require
 from co2.gpus import known_gpu
 from co2_measure.simulate.failures import Faults
-from co2_measure.simulate.methods import ENTRIES, NO_ROUNDS, require_simulated
+from co2_measure.simulate.methods import NO_ROUNDS, label, require_simulated
 from co2_measure.simulate.models import MODELS, WIRE_BYTES
 from co2_measure.simulate.network import COLLECTIVES, Network, parse_link
 from co2_measure.simulate.schedule import Figures, Noise, simulate
@@ -61,9 +61,9 @@ class Options:
         self.average_moments: bool = args.average_moments
         self.fragments = whole("--fragments", args.fragments)
         """Of methods that have them."""
-        within = [tau for tau in self.taus if tau >= self.fragments]
-        hint = f"must be at most --tau, which is {min(self.taus)}"
-        require(within == self.taus, "--fragments", self.fragments, hint)
+        shortest = min(self.taus)
+        hint = f"must be at most --tau, which is {shortest}"
+        require(self.fragments <= shortest, "--fragments", self.fragments, hint)
         self.rounds = whole("--rounds", args.rounds)
         self.noise, self.faults = _noise(args), _faults(args)
         self.num_failures = whole("--failures", args.failures)
@@ -75,6 +75,10 @@ class Options:
             for method in self.methods:
                 for tau in (1,) if method in NO_ROUNDS else self.taus:
                     yield link, network, method, tau
+
+    def line(self, link: str, method: str, tau: int) -> str:
+        """The name of a case in a figure: with the link where there are several."""
+        return label(method, tau) + (f", {link}" if len(self.networks) > 1 else "")
 
     def figures(self, network: Network, method: str, tau: int, gpus: int) -> Figures:
         """A simulated run of `rounds` rounds, after as many to settle."""
@@ -91,7 +95,7 @@ class Options:
             bucket_bytes=round(self.bucket_mb * 2**20),
             backward_share=self.backward_share,
             average_moments=self.average_moments,
-            fragments=self.fragments if ENTRIES[method].fragments else 1,
+            fragments=self.fragments,
             noise=self.noise,
         )
 

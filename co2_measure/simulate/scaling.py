@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 
-from co2_measure.simulate.methods import LIMIT, WITH_FRAGMENTS, label
+from co2_measure.simulate.methods import LIMIT, WITH_FRAGMENTS
 from co2_measure.simulate.models import MODELS
 from co2_measure.simulate.options import Options
 from co2_measure.simulate.report import Panel, Report, report_of
@@ -40,7 +40,7 @@ def scaling_report(options: Options) -> Report:
             case = {"link": link, "method": method, "tau": tau, "gpus": gpus}
             shares = {"of_limit": throughput / limit, "scaling_ratio": ratio}
             records.append({**case, **asdict(figures), **shares})
-            name = label(method, tau) + (f", {link}" if len(options.networks) > 1 else "")
+            name = options.line(link, method, tau)
             throughputs.add(method, name, gpus, throughput)
             ratios.add(method, name, gpus, ratio)
     title, panels = f"{options.model}, simulated", (throughputs, ratios)

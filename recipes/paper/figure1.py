@@ -11,13 +11,14 @@ round, CO2 never.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from co2.record import drawing, timeline
 from co2.record.table import Table, read_csv
-from co2.record.timeline import Timeline
+from co2.record.timeline import Span, Timeline
 from recipes.recipe import Recipe, Row, Rows
 from recipes.runs.cells import SummaryJSON
 from recipes.runs.laboratory import LabCell, LabColumn
@@ -69,13 +70,13 @@ def write(found: Mapping[str, Timeline], path: Path) -> None:
 def read(path: Path) -> dict[str, Timeline]:
     """What `write` has written, but for when each step ended."""
     found: dict[str, Timeline] = {}
-    for line in read_csv(path):
-        lanes = found.setdefault(line["row"], Timeline(0.0, *([] for _ in KINDS)))
-        begin, end = float(line["begin_s"]), float(line["end_s"])
-        getattr(lanes, line["kind"]).append((begin, end))
-        steps, seconds = int(line["steps"]), max(lanes.seconds, end)
+    for row, lines in groupby(read_csv(path), key=itemgetter("row")):
+        spans: dict[str, list[Span]] = {kind: [] for kind in KINDS}
+        for line in lines:
+            spans[line["kind"]].append((float(line["begin_s"]), float(line["end_s"])))
+        seconds, steps = max(end for own in spans.values() for _, end in own), int(line["steps"])
         ends = [seconds * step / steps for step in range(steps + 1)]
-        found[line["row"]] = replace(lanes, seconds=seconds, step_ends=ends)
+        found[row] = Timeline(seconds, **spans, step_ends=ends)
     return found
 
 

@@ -141,7 +141,7 @@ def draw(ours: Rows, stem: Path) -> Iterator[Path]:
         for label, (gaps, marker) in KINDS.items():
             own = [(point.rule, above) for point, above in found if point.setting.gap in gaps]
             x, y = [rule for rule, _ in own], [statistics.fmean(above) for _, above in own]
-            bars = [statistics.stdev(above) if len(above) > 1 else 0.0 for _, above in own]
+            bars = [figures.deviation(above) for _, above in own]
             style = drawing.look("co2") | {"marker": marker, "linestyle": "none", "label": label}
             face = {} if gaps == GAPS[-1:] else {"markerfacecolor": "none"}
             axis.errorbar(x, y, bars, capsize=3, **style, **face)

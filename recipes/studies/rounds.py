@@ -3,7 +3,7 @@
     python -m recipes run rounds                           its trials, then what won in them
 
 Cost: 123 trials of 6 to 70 seconds and 138 runs of 6 seconds (25 rounds) to 4 minutes (1,000) on 2
-cores, two hours and three quarters. 18 further runs of AllReduce, of 50 to 2,000 rounds, train for
+cores, four hours. 18 further runs of AllReduce, of 50 to 2,000 rounds, train for
 48,600 steps with each of three seeds: an hour to an hour and a half.
 Found (results/tables/rounds.md): CO2 with its steady gap comes nearer to AllReduce with more
 rounds; with the paper's gap, `co2_keep` and DiLoCo do not from 300 to 1,000. DiLoCo wants a
@@ -11,7 +11,8 @@ quarter of the others' rate.
 
 Every method takes the best of four learning rates for each number of rounds, found on a seed and
 on validation data that the table does not show; DiLoCo, whose best was the lowest, of five. For
-1,000 rounds it takes that of 300. Outer settings are those of conf. Variants have the rate of their
+1,000 rounds it takes that of 300. Outer settings are those of conf; methods in fragments
+have those of `FRAGMENTS`, Streaming DiLoCo the better of two. Variants have the rate of their
 method. On one replica an outer step averages nothing: what it changes there is no distribution
 (SNOO, Kallusky et al., arXiv 2510.15830).
 
@@ -370,7 +371,8 @@ RECIPE = TunedRecipe(
     title="Gap to AllReduce against rounds",
     text=f"GPT-2, two workers, τ = {TAU}, validation loss as trained; every method at the best of "
     "four learning rates, DiLoCo of five, for each number of rounds (rounds_trials), for 200 and "
-    "400 or more rounds at that of 300, with conf's outer settings. "
+    "400 or more rounds at that of 300, with conf's outer settings; in fragments with those of a "
+    "simulation, Streaming DiLoCo at the best of two outer settings with each rate. "
     f"The warm-up takes {WARM_UP:.0%} of the steps.",
     rows=ROWS,
     columns=tuple(column(rounds) for rounds in dict.fromkeys((*ROUNDS, *CURVE))),

@@ -94,7 +94,7 @@ def lines(axis: Any, found: Mapping[Row, Mapping[Any, Sequence[float]]]) -> None
     for row, seeds in found.items():
         if seeds:
             means = {place: statistics.fmean(values) for place, values in seeds.items()}
-            bars = [statistics.stdev(own) if len(own) > 1 else 0.0 for own in seeds.values()]
+            bars = list(map(deviation, seeds.values()))
             drawing.points(axis, means, bars if any(bars) else None, **looks[row.name])
 
 
@@ -156,6 +156,10 @@ def mean(rows: Sequence[dict[str, str]], key: str = "value") -> float:
 
 
 def spread(rows: Sequence[dict[str, str]], key: str = "value") -> float:
-    """Standard deviation; 0 for one row."""
-    values = [float(row[key]) for row in rows]
+    """Their standard deviation; 0 for one row."""
+    return deviation([float(row[key]) for row in rows])
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The standard deviation; 0 for one value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
