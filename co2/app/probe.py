@@ -89,6 +89,16 @@ class Measured:
     """Of what a worker exchanges, in the type that travels."""
     mean: Curve
     gather: Curve
+    slowed: float = 1.0
+    """Factor on the seconds of a collective beside which steps are computed."""
+
+    def beside_steps(self) -> "Measured":
+        """The same workers, with collectives as they are while steps are computed."""
+        mean, gather = (
+            Curve(curve.sizes, [self.slowed * seconds for seconds in curve.seconds])
+            for curve in (self.mean, self.gather)
+        )
+        return replace(self, mean=mean, gather=gather, slowed=1.0)
 
     def whole_s(self, bucket_bytes: int) -> float:
         """Seconds of a mean of the whole vector, bucket after bucket."""
@@ -131,10 +141,12 @@ def forecast(
 ) -> Forecast:
     """Simulate a training by this method."""
     entry, config = CATALOGUE[method], METHODS[method].Config
+    overlapped = entry.blocking is Blocking.beyond_delay
+    if overlapped:
+        found = found.beside_steps()
     comm_s = found.whole_s(bucket_bytes)
     if entry.exchange == "gather":
         comm_s = found.gather.at(entry.share * found.vector_bytes)
-    overlapped = entry.blocking is Blocking.beyond_delay
     length = tau if entry.rounds else 1
     # A step is slower as long as a mean is under way beside it.
     beside = min(1.0, comm_s / (length * found.step_s)) if overlapped else 0.0
@@ -207,14 +219,35 @@ def measure(session: Session, seconds: float, step_s: float | None) -> Measured:
 
     means = _curve(session, mean, reduced, seconds / 3)
     gathers = _curve(session, mean, received, seconds / 6)
-    steps = int(min(means.seconds[-1], seconds / 6) / slowest)
-    beside = slowest
-    if steps > 0 and step_s is None and mesh.num_replicas > 1:
-        mean.start()
-        beside = _slowest(session, steps)
-        mean.wait()
+    found = Measured(mesh.num_replicas, slowest, slowest, vector_bytes, means, gathers)
+    if step_s is None:
+        found = _beside(session, mean, found, seconds / 6)
     mean.close()
-    return Measured(mesh.num_replicas, slowest, max(slowest, beside), vector_bytes, means, gathers)
+    return found
+
+
+def _beside(session: Session, mean: BackgroundMean, found: Measured, seconds: float) -> Measured:
+    """Measure for about so many seconds what steps and a mean cost each other. Collective."""
+    alone_s = found.mean.seconds[-1]
+    steps = int(min(alone_s, seconds) / found.step_s)
+    if steps == 0 or found.replicas == 1:
+        return found
+    step_s, slowed = [], []
+    for _ in range(min(3, max(1, int(seconds / alone_s)))):
+        before = mean.totals()
+        mean.start()
+        step_s.append(_slowest(session, steps))
+        mean.wait()
+        session.catch_up()
+        passed = mean.totals()
+        # What was left when the steps had ended went on alone.
+        left_s = passed.exposed_s - before.exposed_s
+        factor = (passed.comm_s - before.comm_s - left_s) / max(1e-9, alone_s - left_s)
+        # Where next to nothing was sent beside the steps, nothing is known.
+        slowed.append(factor if left_s < alone_s / 2 else 1.0)
+    beside_s = max(found.step_s, statistics.median(step_s))
+    factor = max(gathered(statistics.median(slowed), session.run.control))
+    return replace(found, beside_s=beside_s, slowed=max(1.0, factor))
 
 
 def _slowest(session: Session, steps: int) -> float:
@@ -295,7 +328,8 @@ def report(found: Measured, tau: int, bucket_bytes: int, overrides: Sequence[str
     whole_s = found.whole_s(bucket_bytes)
     beside = found.beside_s / found.step_s - 1
     lines = [
-        f"a step: {found.step_s:.3g} s, and {beside:.0%} more beside a mean",
+        f"a step: {found.step_s:.3g} s, and {beside:.0%} more beside a mean, which takes "
+        f"{found.slowed - 1:.0%} more beside steps",
         f"a mean of {found.vector_bytes / 1e6:.3g} MB over {found.replicas} replicas: "
         f"{whole_s:.3g} s, {whole_s / found.step_s:.3g} steps; the smallest one "
         f"{found.mean.seconds[0] * 1e3:.3g} ms",

@@ -59,6 +59,14 @@ def test_a_mean_that_slows_the_computation() -> None:
     assert forecast(found, "local_sgd", 3, 4 * NUMEL).share == pytest.approx(6 / 9)
 
 
+def test_steps_that_slow_the_mean() -> None:
+    """Beside steps a mean takes twelve seconds; who waits for it has none beside it."""
+    found = Measured(4, 1.0, 1.0, 4 * NUMEL, SLOW, SLOW, slowed=2.0)
+    assert forecast(found, "co2", 6, 4 * NUMEL).share == pytest.approx(6 / 12)
+    assert forecast(found, "co2", 12, 4 * NUMEL).hides == 24
+    assert forecast(found, "local_sgd", 3, 4 * NUMEL).share == pytest.approx(6 / 9)
+
+
 def test_where_no_round_is_long_enough() -> None:
     endless = Curve([4, 4 * NUMEL], [0.0, 1000.0])
     found = Measured(4, 1.0, 1.0, 4 * NUMEL, endless, endless)
@@ -95,7 +103,7 @@ def test_parts_of_a_vector_share_the_link() -> None:
 
 def test_every_method_is_told_with_the_command_that_starts_it() -> None:
     lines = report(FOUND, 12, 4 * NUMEL, ["task=gpt2", "launch.workers=4"]).splitlines()
-    assert lines[0] == "a step: 1 s, and 0% more beside a mean"
+    assert lines[0] == "a step: 1 s, and 0% more beside a mean, which takes 0% more beside steps"
     assert lines[1].startswith("a mean of 4 MB over 4 replicas: 6 s, 6 steps; ")
     rows = [[cell.strip() for cell in line.split("|")] for line in lines if line[:2] == "| "][1:]
     assert {row[1] for row in rows} == ENTRIES.keys() - {LIMIT}
@@ -124,7 +132,7 @@ def _measured(rank: int, world: int, runs: str, size: int) -> Measured:
 def test_what_workers_measure(workers: Pool, tmp_path: Path, size: int) -> None:
     """Nothing is left behind. The workers of a replica make as many steps as each other."""
     found, *_ = workers.run(_measured, 2 * size, str(tmp_path), size)
-    assert found.replicas == 2 and 0 < found.step_s <= found.beside_s
+    assert found.replicas == 2 and 0 < found.step_s <= found.beside_s and found.slowed >= 1
     with torch.device("meta"):
         model = train.APP.make_task(configured(runs=tmp_path)).model()
     assert found.vector_bytes == sum(param.nbytes for param in model.parameters())
