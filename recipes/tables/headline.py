@@ -204,9 +204,11 @@ def at_first(ours: Rows, scale: str) -> Table:
     at = [list(whole.head).index(head) for head in FIRST_COLUMNS]
     rows = {str(row[0]): [row[place] for place in at] for row in whole.rows}
     text = (
-        f"GPT-2, and points of a ViT on {DATA['ViT'].partition(', ')[2]}; two workers. Steps and "
-        "times: multiples of AllReduce's on unlimited links, with 95 % intervals "
-        "([what each column is](docs/results.md#cost-and-benefit))."
+        f"GPT-2, and points of a ViT on {DATA['ViT'].partition(', ')[2]}; two workers. Waits: share "
+        "of the time that a worker stands still. Steps to AllReduce's loss after as many rounds, "
+        "and times: multiples of AllReduce's on unlimited links, with 95 % intervals. Net time: "
+        "steps over the throughput that is kept. Points: AllReduce's accuracy in percent, and what "
+        "others have more ([more](docs/results.md#cost-and-benefit))."
     )
     lines = [rows[name] for name in FIRST_ROWS if name in rows]
     return Table(FIRST_COLUMNS, lines, title="Cost and benefit", text=text)
