@@ -14,7 +14,7 @@ def table(ours: Rows, scale: str) -> Table:
     """A line for each recipe of this scale whose runs are no trials of another's."""
     known = [recipe for recipe in RECIPES.values() if scale in recipe.scales]
     trials = {f"{recipe.name}_trials" for recipe in known}
-    lines, count, old = [], 0, 0
+    lines, count, old, changed = [], 0, 0, 0
     for recipe in known:
         if recipe.name in trials:
             continue
@@ -22,11 +22,13 @@ def table(ours: Rows, scale: str) -> Table:
         own = [line for line in ours if line["recipe"] == recipe.name]
         values = [line for line in own if (line["row"], line["column"]) in places]
         count, old = count + len(values), old + sum(not line["fingerprint"] for line in values)
+        changed += sum(line["commit"].endswith("-dirty") for line in values)
         link = f"[{recipe.name}](../results/tables/{recipe.name}.md)"
         lines.append((link, recipe.title, f"{len(values):,}", _missing(recipe, values, scale)))
     text = (
         f"Values are of all seeds, rows and columns; {old:,} of {count:,} have no fingerprint, "
-        "because their runs are from before fingerprints were recorded."
+        "because their runs are from before fingerprints were recorded, and "
+        f"{changed:,} are from code with changes that were not committed."
     )
     head = ("recipe", "about", "values", "not run yet")
     return Table(head, lines, title="Experiments", text=text)

@@ -145,9 +145,9 @@ class Facts:
         rank = spearmanr([point.rule for point in found], losses).statistic
         return f"{rank:.2f} (n = {len(found)})"
 
-    def replicas(self, method: str) -> str:
-        """The gap to AllReduce by number of replicas, each method at its best rate."""
-        if method not in [row.name for row in rates.METHODS]:
+    def replicas(self, method: str, other: str = "AllReduce") -> str:
+        """The gap to another method by number of replicas, each at its best rate."""
+        if not {method, other} <= {row.name for row in rates.METHODS}:
             raise KeyError(method)
         values = by_seed(self._of("rates"))
 
@@ -162,7 +162,7 @@ class Facts:
 
         words = []
         for number in rates.REPLICAS:
-            own, base = best(method, number), best("AllReduce", number)
+            own, base = best(method, number), best(other, number)
             if own is not None and base is not None:
                 words.append(f"{100 * (own / base - 1):.1f} % with {number}")
         return ", ".join(words) or NOT_RUN

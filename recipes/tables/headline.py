@@ -35,7 +35,8 @@ STEPS, NET_TIME, POINTS_MORE = "steps, {:,} rounds", "net time, {}", "{}, points
 RACE = f"time to the loss, {SLOWEST}, best wire and τ"
 RACE_COLUMN = "ratio to AllReduce's seconds"
 FIRST_COLUMNS = (
-    *("method", WAITS, STEPS.format(BUDGET), *map(NET_TIME.format, LINKS), RACE),
+    *("method", WAITS, STEPS.format(BUDGET), STEPS.format(BUDGETS[-1])),
+    *(*map(NET_TIME.format, LINKS), RACE),
     POINTS_MORE.format("ViT"),
 )
 ALLREDUCE = METHODS[0].name
@@ -188,7 +189,8 @@ def table(ours: Rows, scale: str) -> Table:
         "GPT-2, two workers. Waits: share of the time in which a worker stands still for links of "
         f"{SLOWEST} (1.3 M parameters; best: what reached AllReduce's loss soonest, 0.19 M). "
         "Steps: for AllReduce's loss, in units of AllReduce's steps (0.19 M). Net time: steps "
-        f"after {BUDGET} rounds over the share of the throughput that is kept (fp32). Time to the "
+        f"after {BUDGET} rounds over the share of the throughput that is kept (fp32), a multiple "
+        "of AllReduce's time if nothing were sent. Time to the "
         "loss: measured, with the type on the wire, τ and schedule that are best for each method, "
         "in units of AllReduce's on unlimited links (time_to_loss). Points: "
         "AllReduce's score in percent, and what others have more; a star as in table1. "
@@ -204,11 +206,13 @@ def at_first(ours: Rows, scale: str) -> Table:
     at = [list(whole.head).index(head) for head in FIRST_COLUMNS]
     rows = {str(row[0]): [row[place] for place in at] for row in whole.rows}
     text = (
-        f"GPT-2, and points of a ViT on {DATA['ViT'].partition(', ')[2]}; two workers. Waits: share "
-        "of the time that a worker stands still. Steps to AllReduce's loss after as many rounds, "
-        "and times: multiples of AllReduce's on unlimited links, with 95 % intervals. Net time: "
-        "steps over the throughput that is kept. Points: AllReduce's accuracy in percent, and what "
-        "others have more ([more](docs/results.md#cost-and-benefit))."
+        f"GPT-2, and points of a ViT on {DATA['ViT'].partition(', ')[2]}; two workers. Waits: "
+        "share of the time that a worker stands still. Steps: to AllReduce's loss after as many "
+        f"rounds, a multiple of AllReduce's. Net time: steps ({BUDGET} rounds) over the throughput "
+        "that is kept, a multiple of AllReduce's time if nothing were sent. Time to the loss: "
+        "measured, a multiple of AllReduce's on unlimited links. Points: AllReduce's accuracy in "
+        "percent, and what others have more. Brackets: 95 % intervals "
+        "([more](docs/results.md#cost-and-benefit))."
     )
     lines = [rows[name] for name in FIRST_ROWS if name in rows]
     return Table(FIRST_COLUMNS, lines, title="Cost and benefit", text=text)
