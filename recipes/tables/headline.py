@@ -40,7 +40,7 @@ FIRST_COLUMNS = (
     POINTS_MORE.format("ViT"),
 )
 ALLREDUCE = METHODS[0].name
-ROWS = (*METHODS, *(row for row in rounds.BASES if row not in METHODS))
+ROWS = (*METHODS, *(row for row in rounds.BASES if row not in METHODS), *rounds.FRAGMENTS)
 POINTS = {
     "Fashion-MNIST": ("fashion", "top-1, %, 2 replicas"),
     "ViT": ("table1", "ViT"),
@@ -91,8 +91,11 @@ def _of(ours: Rows, recipe: str) -> Rows:
 
 
 def _shares(ours: Rows) -> dict[tuple[str, str], shares.Share]:
-    """table3's, over all its repeats; of methods that it has not, those of `field`."""
-    found = shares.shares(RECIPES["table3"], _of(ours, "table3"), "2 workers")
+    """table3's, over all its repeats; of methods that it has not, those of `fragments` and
+    `field`."""
+    found: dict[tuple[str, str], shares.Share] = {}
+    for name in ("fragments", "table3"):
+        found |= shares.shares(RECIPES[name], _of(ours, name), "2 workers")
     values = by_seed(_of(ours, "field"))
     for row in ROWS:
         for link in LINKS:
@@ -153,7 +156,7 @@ def table(ours: Rows, scale: str) -> Table:
     """A line for each method; without lines where nothing has run."""
     rows = [row for row in ROWS if any(line["row"] == row.name for line in ours)]
     found, steps = dots(ours), rounds.ratios(_of(ours, "rounds"))
-    waits = _entries(ours, "table3", scale)
+    waits = _entries(ours, "fragments", scale) | _entries(ours, "table3", scale)
     race = _entries(ours, "time_to_loss", scale)
     settings = {line["row"]: line["command"] for line in _of(ours, "time_to_loss")}
     scores = {
