@@ -312,12 +312,14 @@ def asked_anew() -> Iterator[None]:
     parts.fastest_on_gpus.cache_clear()
 
 
-def probed(program: str) -> Any:
-    """As if the probe were this program, and had half a second."""
-    return patch.multiple(parts, _KERNELS=True, _PROBE=program, _ANSWER_S=0.5)
-
-
 HANGS = "import time\nprint('ready', flush=True)\ninput()\ntime.sleep(600)"
+
+
+def probed(program: str) -> Any:
+    """As if the probe were this program. One that hangs has half a second; others have as long as
+    they take on a busy machine."""
+    answer_s = 0.5 if program == HANGS else 100.0
+    return patch.multiple(parts, _KERNELS=True, _PROBE=program, _ANSWER_S=answer_s)
 
 
 @pytest.mark.usefixtures("asked_anew")
