@@ -24,15 +24,7 @@ from co2.methods.base import HOST, Method
 from co2.streams import BatchCopies
 from co2.train.state_file import HostCopy
 from tests.gpu import CUDA, DEVICES, gpu_only, no_waits
-from tests.methods.driver import (
-    MOMENTS,
-    NEEDS_SGD,
-    SETTINGS,
-    SHARDED,
-    Case,
-    assert_same,
-    inner_of,
-)
+from tests.methods.driver import MOMENTS, NEEDS_SGD, SETTINGS, SHARDED, Case, assert_same, inner_of
 from tests.methods.interpreted import results
 from tests.methods.test_packed_means import KERNELS
 from tests.workers import Pool, replicas

@@ -2,7 +2,6 @@
 not wait. The arithmetic of the fused experts is also tested without a GPU, in tests/tasks."""
 
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from tasks.moe.experts import Exchange, Experts, Kernel
 from tasks.moe.moe import nvshmem_available
 from tasks.text import transnormer_model as parts
 from tests.gpu import CUDA, gpu_only, no_waits
-from tests.tasks import random_graph
+from tests.tasks import build, random_graph
 from tests.tasks.build import gpt2
 from tests.workers import Pool
 
@@ -210,10 +209,7 @@ def graph(tmp_path: Path, **config: Any) -> Graph:
 
 
 def drawn(made: Graph, device: str, number: int) -> list[dict[str, Tensor]]:
-    batches = made.batches(Mesh(0, 1, torch.device(device)), 0)
-    found = list(islice(batches, number))
-    batches.close()
-    return found
+    return build.drawn(made, number, own=Mesh(0, 1, torch.device(device)))
 
 
 @gpu_only

@@ -71,19 +71,15 @@ def test_they_run(place: tuple[str, Path], tmp_path: Path) -> None:
 
 def said(lines: list[str], cwd: Path, env: dict[str, str]) -> str:
     """The output of commands, which run at the same time."""
-    with held_port() as port:
-        return _said(lines, cwd, env, port)
-
-
-def _said(lines: list[str], cwd: Path, env: dict[str, str], port: str) -> str:
     running = []
-    for number, line in enumerate(lines):
-        words = line.replace("10.0.0.1", "127.0.0.1").split()
-        words += [port] if words[0] == "bash" else []
-        with (cwd / f"log{number}").open("w") as log:
-            own = {**env, "PET_MASTER_PORT": port}
-            running.append(subprocess.Popen(words, cwd=cwd, env=own, stdout=log, stderr=log))
-    statuses = [process.wait(LIMIT_S) for process in running]
+    with held_port() as port:
+        for number, line in enumerate(lines):
+            words = line.replace("10.0.0.1", "127.0.0.1").split()
+            words += [port] if words[0] == "bash" else []
+            with (cwd / f"log{number}").open("w") as log:
+                own = {**env, "PET_MASTER_PORT": port}
+                running.append(subprocess.Popen(words, cwd=cwd, env=own, stdout=log, stderr=log))
+        statuses = [process.wait(LIMIT_S) for process in running]
     text = "\n".join((cwd / f"log{number}").read_text() for number in range(len(lines)))
     assert statuses == [0] * len(lines), text
     return text

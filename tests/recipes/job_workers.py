@@ -15,11 +15,7 @@ RECIPE = Recipe(
     name="rehearsed",
     title="Rehearsed",
     text="Text.",
-    rows=(
-        Row("AllReduce", ("method=allreduce",)),
-        Row("CO2", ("method=co2", "co2.tau=3")),
-        LIMIT,
-    ),
+    rows=(Row("AllReduce", ("method=allreduce",)), Row("CO2", ("method=co2", "co2.tau=3")), LIMIT),
     columns=tuple(table3.at_scale("Toy", TOY, WORLDS, "smoke")),
     seeds=(0, 1),
     undisturbed=True,

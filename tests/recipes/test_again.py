@@ -1,7 +1,6 @@
 """Values that can be trusted: columns whose runs trained on and with the same, what `recipes check`
 finds, and values that are made once more."""
 
-import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -21,6 +20,7 @@ from recipes.runs.cells import TrainCell
 from recipes.runs.check import check, hardware, summary
 from recipes.runs.collect import collect
 from tests.cli.harness import contents
+from tests.recipes.conftest import write_folder
 from tests.recipes.trained import trained
 
 LOSS = Column("toy", ("task=toy",), "final.loss", curve=False)
@@ -29,32 +29,17 @@ RECIPE = Recipe("small", "Small", "Text.", ROWS, (LOSS,), seeds=(0, 1))
 GOOD = {"data": "aa", "weights": "bb", "task": 1, "method": 1, "loss": 1.25}
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def cell_of(row: str, seed: int) -> TrainCell:
-    cell = RECIPE.cell(RECIPE.row(row), LOSS, "smoke", seed)
-    assert isinstance(cell, TrainCell)
-    return cell
+    return RECIPE.cell(RECIPE.row(row), LOSS, "smoke", seed)
 
 
 def write(row: str, seed: int, value: float, **own: object) -> None:
     """A finished run. Its fingerprint is that of its seed, with `data=None` it has none."""
-    folder = run_folder(cell_of(row, seed).config())
-    folder.mkdir(parents=True, exist_ok=True)
-    fingerprint = {**GOOD, "data": f"aa{seed}", **own}
-    known = {
-        "git": {"commit": "c" * 40, "dirty": False},
-        "hardware": {"cpu": "a cpu", "cores": 2, "gpus": []},
-        "packages": {"torch": "2.11.0"},
-        "fingerprint": {} if own.get("data", "") is None else fingerprint,
-    }
-    (folder / "manifest.json").write_text(json.dumps(known))
+    fingerprint = {} if own.get("data", "") is None else {**GOOD, "data": f"aa{seed}", **own}
     summary = {"final": {"loss": value}, "workers": 2, "steps": 9}
-    (folder / "summary.json").write_text(json.dumps(summary))
+    packages = {"torch": "2.11.0"}
+    folder = run_folder(cell_of(row, seed).config())
+    write_folder(folder, summary, packages=packages, fingerprint=fingerprint)
 
 
 def values() -> dict[tuple[str, str], float]:
@@ -79,10 +64,7 @@ def test_a_value_tells_what_it_was_trained_on(place: Path) -> None:
 
 @pytest.mark.parametrize(
     ("own", "why"),
-    [
-        ({"data": "zz"}, "data zz, others aa1"),
-        ({"loss": 1.26}, "loss 1.26, others 1.25"),
-    ],
+    [({"data": "zz"}, "data zz, others aa1"), ({"loss": 1.26}, "loss 1.26, others 1.25")],
 )
 def test_a_column_is_not_mixed(
     place: Path, own: dict[str, object], why: str, capsys: pytest.CaptureFixture[str]
@@ -226,16 +208,10 @@ def write_runs(wanted: Iterable[TrainCell]) -> dict[TrainCell, int]:
     """In place of trainings: their losses are those of their seeds."""
     for cell in wanted:
         config = cell.config()
-        folder = run_folder(config)
-        folder.mkdir(parents=True, exist_ok=True)
-        known = {
-            "git": {"commit": "c" * 40, "dirty": False},
-            "hardware": {"cpu": "a cpu", "cores": 2, "gpus": []},
-            "fingerprint": {"data": str(config.train.seed), "task": 1, "method": 1},
-        }
-        (folder / "manifest.json").write_text(json.dumps(known))
+        fingerprint = {"data": str(config.train.seed), "task": 1, "method": 1}
         summary = {"final": {"loss": 2.0 + config.train.seed}, "workers": 2, "steps": 4}
-        (folder / "summary.json").write_text(json.dumps({**summary, "throughput": 9.0}))
+        written = {**summary, "throughput": 9.0}
+        write_folder(run_folder(config), written, fingerprint=fingerprint)
     return {}
 
 
@@ -245,7 +221,7 @@ def recorded(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(cells, "run", write_runs)
     monkeypatch.setattr(os, "nice", lambda more: 0)
     monkeypatch.setitem(RECIPES, "small", AGAIN_RECIPE)
-    write_runs(cell for *_, cell in AGAIN_RECIPE.cells("smoke") if isinstance(cell, TrainCell))
+    write_runs(cell for *_, cell in AGAIN_RECIPE.cells("smoke"))
     assert collect([AGAIN_RECIPE], Path("out"), "smoke") == (12, 0)
     return place
 
@@ -253,10 +229,9 @@ def recorded(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def change(lines: Iterable[str], **own: object) -> None:
     """Other records of the seeds that are named by row and seed."""
     told = measured.read(Path("out/ours.csv"))
-    changed = [
-        {**line, **own} if f"{line['row']} {line['seed']}" in lines else line for line in told
-    ]
-    measured.write(Path("out/ours.csv"), changed)
+    for line in told:
+        line.update(own if f"{line['row']} {line['seed']}" in lines else {})
+    measured.write(Path("out/ours.csv"), told)
 
 
 def table(out: str) -> dict[str, list[str]]:
@@ -273,7 +248,7 @@ def test_a_training_comes_out_again(
     monkeypatch.setattr(cells, "run", lambda wanted: trained(wanted, place)[0])
     monkeypatch.setattr(os, "nice", lambda more: 0)
     monkeypatch.setitem(RECIPES, "small", recipe)
-    trained((c for *_, c in recipe.cells("smoke") if isinstance(c, TrainCell)), place)
+    trained((cell for *_, cell in recipe.cells("smoke")), place)
     assert collect([recipe], Path("out"), "smoke") == (8, 0)
     kept = contents(Path("results/runs/recipes")), contents(Path("out"))
     assert commands.main([*AGAIN, "99"]) == 0

@@ -19,42 +19,18 @@ from recipes.runs import cells, functions, measured
 from recipes.runs.cells import TrainCell, composed_config, own_words, run
 from recipes.runs.collect import collect
 from recipes.runs.functions import FunctionCell, FunctionColumn
-from recipes.runs.laboratory import LabCell
 from recipes.runs.ledger import doubled_and_left_out
-from recipes.signs.zero_one_volume import (
-    BITS,
-    KAPPA,
-    LONGEST,
-    TRAININGS,
-    Training,
-    allreduce,
-    onebit_adam,
-    zero_one_adam_,
-)
-from recipes.studies import (
-    digits,
-    fashion,
-    field,
-    gap,
-    glue,
-    rates,
-    rounds,
-    time_to_loss,
-)
+from recipes.signs import zero_one_volume as volume
+from recipes.studies import digits, fashion, field, gap, glue, rates, rounds, time_to_loss
 from recipes.tables.methods import STEADY_GAP
 from recipes.tuning.tuning import TUNING_SEED, TunedRecipe
 from tests.cli.harness import TOY, assert_same_run, cli
+from tests.recipes.conftest import write_folder
 from tests.recipes.test_laboratory import write_run
 from tests.recipes.trained import trained
 from tests.reference.signs import exchanges, refreshes
 
 FIRST = time_to_loss.FIRST.name
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def line(recipe: Recipe, row: str, column: str, seed: int, value: float) -> dict[str, object]:
@@ -69,13 +45,6 @@ def write_ours(lines: Sequence[dict[str, object]]) -> None:
     measured.write(Path("results/ours.csv"), lines)
 
 
-def write_summary(cell: object, loss: float) -> None:
-    assert isinstance(cell, TrainCell)
-    folder = run_folder(cell.config())
-    folder.mkdir(parents=True)
-    (folder / "summary.json").write_text(json.dumps({"final": {"loss": loss}}))
-
-
 def loss_of(cells: Sequence[FunctionCell]) -> None:
     """Of a toy: a figure of its settings; the second seed fails."""
     for cell in cells:
@@ -86,10 +55,8 @@ def loss_of(cells: Sequence[FunctionCell]) -> None:
 def test_a_function_is_a_run_like_others(place: Path) -> None:
     column = FunctionColumn("x", ("a=1.5",), "final.loss", curve=False, train=loss_of)
     recipe = Recipe("function", "F", "Text.", (Row("r", ("b=2", "c=true")),), (column,), (0, 1, 2))
-    cells = [cell for *_, cell in recipe.cells("smoke")]
-    assert all(isinstance(cell, FunctionCell) and cell.settings["c"] is True for cell in cells)
-    asked = [cell for cell in cells if isinstance(cell, FunctionCell)]
-    lines: list[str] = []
+    asked, lines = [cell for *_, cell in recipe.cells("smoke")], []
+    assert all(cell.settings["c"] is True for cell in asked)
     assert functions.run([*asked, *asked], lines.append) == [asked[1]]
     assert len(lines) == 1 and lines[0].startswith("3 trainings of function")
     assert collect([recipe], place, "smoke") == (2, 0)
@@ -122,7 +89,6 @@ def test_fashion_is_chosen_and_shown_on_different_images() -> None:
     trials = [cell for *_, cell in recipe.trials.cells("smoke")]
     assert len({cell.command for cell in trials}) == len(trials) == 2 * (3 * 4 + 3 * 16)
     for cell in trials:
-        assert isinstance(cell, TrainCell)
         config = cell.config()
         assert config.data.validation is Validation.tuning
         assert config.train.batch_size * config.launch.workers == config.train.global_batch == 64
@@ -149,8 +115,7 @@ def test_the_field_counts_rounds_and_takes_shares_of_the_limit(place: Path) -> N
         field.RECIPE.cell(field.RECIPE.row(row), field.RECIPE.column(where), "smoke", 0)
         for row in ("onebit_adam", "no communication")
     )
-    assert isinstance(adam, LabCell) and adam.overrides == ("onebit_adam.freeze_step=10",)
-    assert isinstance(limit, LabCell)
+    assert adam.overrides == ("onebit_adam.freeze_step=10",)
     write_run(adam, 3_000.0)
     write_run(limit, 12_000.0)
     assert collect([field.RECIPE], place, "smoke") == (2, 0)
@@ -163,14 +128,12 @@ def test_time_to_a_loss_is_taken_from_the_evaluations(place: Path) -> None:
     losses = {FIRST: (5.0, 4.5), "CO2, steady gap": (5.0, 4.6), "Local SGD": (4.4, 4.3)}
     folders = {}
     for name, (early, late) in losses.items():
-        folder = place / name
-        folder.mkdir()
-        folders[name] = {"folder": str(folder), "final": {"loss": late}, "train_s": 20.0}
         evals = [
             {"kind": "eval", "step": step, "loss": loss, "train_s": seconds}
             for step, loss, seconds in ((24, early, 10.0), (48, late, 20.0))
         ]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evals))
+        folder = str(write_folder(place / name, lines=evals))
+        folders[name] = {"folder": folder, "final": {"loss": late}, "train_s": 20.0}
     first = folders[FIRST]
     seconds, ratio = recipe.columns[:2]
     values = {
@@ -186,24 +149,15 @@ def test_what_reached_the_loss_soonest_is_trained(place: Path) -> None:
     grid = time_to_loss.trials_of(recipe.row("CO2, steady gap"))
     assert len({row.overrides for row in grid}) == 12
     assert len({row.overrides for row in time_to_loss.trials_of(time_to_loss.ALLREDUCE)}) == 6
+    reached = {row: math.inf if at != 10 else 40.0 for at, row in enumerate(grid)}
     write_ours(
-        [
-            line(
-                time_to_loss.RECIPE.trials,
-                row.name,
-                trial.name,
-                0,
-                float("inf") if at != 10 else 40.0,
-            )
-            for at, row in enumerate(grid)
-        ]
+        [line(recipe.trials, row.name, trial.name, 0, value) for row, value in reached.items()]
     )
     seconds = recipe.columns[0]
     cells = {row.name: cell for row, column, _, cell in recipe.cells("smoke") if column is seconds}
     assert set(cells) == {FIRST, "CO2, steady gap"}, "the others have no trials yet"
     unlimited, slow = cells[FIRST], cells["CO2, steady gap"]
-    assert isinstance(unlimited, LabCell) and unlimited.trial.mbit is None
-    assert isinstance(slow, LabCell) and slow.trial.mbit == 20
+    assert unlimited.trial.mbit is None and slow.trial.mbit == 20
     own = {"co2.tau=48", "comm.dtype=bf16", "train.steps=1440", "optim.warmup_steps=60"}
     assert own <= set(slow.overrides)
 
@@ -212,17 +166,13 @@ def test_replica_steps_that_a_loss_has_cost(place: Path) -> None:
     """Four replicas, of which one is lost in its fifth round and is back with the eighth."""
     recipe = goodput.RECIPE
     cell = recipe.cell(recipe.row("CO2, launch.elastic"), recipe.columns[0], "smoke", 0)
-    assert isinstance(cell, FunctionCell)
     run = goodput.Elastic(cell)
     changes = ({"lost": {"3": "killed"}, "joined": []}, {"lost": {}, "joined": [4]})
-    run.folder.mkdir(parents=True)
-    lines = [json.dumps({"kind": "members", **change}) + "\n" for change in changes]
-    (run.folder / "metrics.jsonl").write_text("".join(lines))
-    (run.folder / "config.yaml").write_text("train: {batch_size: 8}")
     # Its fifth round counts as trained on until the others know; in two more there are three.
     made = 4 * (run.steps - 1) - 2 * goodput.TAU
     summary = {"throughput": 8 * made / 100, "train_s": 100.0}
-    (run.folder / "summary.json").write_text(json.dumps(summary))
+    write_folder(run.folder, summary, [{"kind": "members", **change} for change in changes])
+    (run.folder / "config.yaml").write_text("train: {batch_size: 8}")
     assert run.missing() == pytest.approx(3 * goodput.TAU)
     assert run.is_back({1, 2, 3, 4})
 
@@ -247,22 +197,11 @@ def test_samples_that_are_doubled_or_left_out(tmp_path: Path) -> None:
 
 def test_a_fine_tuning_starts_from_the_run_of_its_row(place: Path) -> None:
     """Which comes before it, with the rate that won, and lies where the recipe says."""
-    (trial,) = glue.RECIPE.trials.columns
-    write_ours(
-        [
-            line(
-                glue.RECIPE.trials,
-                row.name,
-                trial.name,
-                TUNING_SEED,
-                4.0 + number % 4 * (number % 2),
-            )
-            for number, row in enumerate(glue.RECIPE.trials.rows)
-        ]
-    )
+    trials = glue.RECIPE.trials
+    losses = {row.name: 4.0 + n % 4 * (n % 2) for n, row in enumerate(trials.rows)}
+    write_trials(trials, losses)
     made: list[str] = []
     for row, column, seed, cell in glue.RECIPE.cells("smoke", (1,)):
-        assert isinstance(cell, TrainCell)
         if column is glue.PRETRAINING:
             made.append(str(glue.folder(cell)))
             if row.name in ("AllReduce", "0/1 Adam"):
@@ -296,10 +235,9 @@ def test_cells_are_the_runs_of_train_py_and_a_failed_one_loses_no_other(tmp_path
     assert failed == {}
     assert lines == [], "nothing is trained twice"
 
-    for c in (good, last):
-        overrides = [o for o in c.overrides if not o.startswith("runs=")]
-        by_hand = cli(*overrides, runs=tmp_path / "by_hand" / c.config().method)
-        assert_same_run(run_folder(c.config()), by_hand.folder)
+    overrides = [o for o in good.overrides if not o.startswith("runs=")]
+    by_hand = cli(*overrides, runs=tmp_path / "by_hand")
+    assert_same_run(run_folder(good.config()), by_hand.folder)
 
     settings = run_folder(good.config()) / "config.yaml"
     settings.write_text(settings.read_text().replace("  steps: 12\n", "  steps: 13\n"))
@@ -327,25 +265,17 @@ def test_a_cell_that_cannot_be_run_is_refused_before_any_is(tmp_path: Path):
 
 
 def test_a_run_takes_each_key_once_and_no_other_methods_words() -> None:
-    column = (
-        "task=vit",
-        "slowmo.tau=48",
-        "co2_keep.tau=48",
-        "co2_keep.delay=12",
-        "comm.dtype=bf16",
-    )
-    assert own_words((*column, "method=co2_keep", "co2_keep.delay=null")) == (
-        *("task=vit", "co2_keep.tau=48", "co2_keep.delay=null", "comm.dtype=bf16"),
-        "method=co2_keep",
-    )
-    assert own_words((*column, "method=allreduce")) == (
-        *("task=vit", "comm.dtype=bf16", "method=allreduce"),
-    )
+    def kept(words: str) -> str:
+        return " ".join(own_words(tuple(words.split())))
+
+    column = "task=vit slowmo.tau=48 co2_keep.tau=48 co2_keep.delay=12 comm.dtype=bf16"
+    keep = "task=vit co2_keep.tau=48 co2_keep.delay=null comm.dtype=bf16 method=co2_keep"
+    assert kept(f"{column} method=co2_keep co2_keep.delay=null") == keep
+    assert kept(f"{column} method=allreduce") == "task=vit comm.dtype=bf16 method=allreduce"
     # A row multiplies what its column gives.
-    column = ("task=gpt2", "optim.lr=2.5e-3", "train.steps=960")
-    assert own_words((*column, "method=co2", "optim.lr=×2", "train.steps=×1.5")) == (
-        *("task=gpt2", "optim.lr=0.005", "train.steps=1440", "method=co2"),
-    )
+    column = "task=gpt2 optim.lr=2.5e-3 train.steps=960"
+    made = "task=gpt2 optim.lr=0.005 train.steps=1440 method=co2"
+    assert kept(f"{column} method=co2 optim.lr=×2 train.steps=×1.5") == made
     with pytest.raises(KeyError):
         own_words(("optim.lr=×2",))
 
@@ -355,10 +285,10 @@ def halving(step: int) -> float:
 
 
 def test_a_training_by_hand() -> None:
-    training = Training(400, 60, 40, halving, "made up")
-    assert allreduce(training).bits == 16 * 400
-    assert onebit_adam(training).bits == 16 * 60 + 340
-    sent = zero_one_adam_(training)
+    training = volume.Training(400, 60, 40, halving, "made up")
+    assert volume.allreduce(training).bits == 16 * 400
+    assert volume.onebit_adam(training).bits == 16 * 60 + 340
+    sent = volume.zero_one_adam_(training)
     # 100 steps of interval 1, then 2, 4 and 8; refreshes at 0 to 16, then at 18, 20 … 38.
     assert sent.rounds == 100 + 50 + 25 + 13
     assert sent.bits == 16 * (17 + 11) + sent.rounds
@@ -369,14 +299,14 @@ def test_a_published_training_is_the_union_of_its_steps(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.reference.signs.HORIZON", 30_000)
-    training = TRAININGS[name]
-    short = Training(20_000, training.freeze_step, 9_000, training.lr, "")
-    due_v = refreshes(short.warmup, KAPPA)
-    due_u = [t for t in exchanges(short.warmup, 10**9, LONGEST) if t < short.steps]
-    sent = zero_one_adam_(short)
+    training = volume.TRAININGS[name]
+    short = volume.Training(20_000, training.freeze_step, 9_000, training.lr, "")
+    due_v = refreshes(short.warmup, volume.KAPPA)
+    due_u = [t for t in exchanges(short.warmup, 10**9, volume.LONGEST) if t < short.steps]
+    sent = volume.zero_one_adam_(short)
     assert set(due_v) <= set(due_u)
     assert sent.rounds == len(due_u)  # up to here no rate has halved
-    assert sent.bits == BITS * len(due_v) + len(due_u)
+    assert sent.bits == volume.BITS * len(due_v) + len(due_u)
 
 
 CO2 = STEADY_GAP.name
@@ -405,9 +335,7 @@ def write_trials(trials: Recipe, losses: Mapping[str, float], begin: tuple[str, 
 
 def words(recipe: TunedRecipe, row: str, column: str, scale: str = "smoke") -> tuple[str, ...]:
     """The overrides of a run."""
-    cell = recipe.cell(recipe.row(row), recipe.column(column), scale, 0)
-    assert isinstance(cell, TrainCell)
-    return cell.overrides
+    return recipe.cell(recipe.row(row), recipe.column(column), scale, 0).overrides
 
 
 def test_the_longest_training_has_the_rate_of_one_that_was_tuned(place: Path) -> None:
@@ -432,20 +360,19 @@ def test_the_longest_training_has_the_rate_of_one_that_was_tuned(place: Path) ->
 
     trials = rounds.RECIPE.trials
     last = trials.cell(trials.row("DiLoCo, rate 1.6e-2"), trials.columns[0], "smoke", TUNING_SEED)
-    write_summary(last, 1.0)
+    write_folder(run_folder(last.config()), {"final": {"loss": 1.0}})
     assert "optim.lr=1.6e-2" in words(rounds.RECIPE, "DiLoCo", "25 rounds"), "a run here first"
 
 
 def test_tuned_values_survive_a_clone(place: Path) -> None:
-    recipe = rounds.RECIPE
+    """Although no run is here."""
+    recipe, ours = rounds.RECIPE, Path("results/ours.csv")
     write_trials(recipe.trials, {}, (f"{CO2}, rate",))
-    trials = measured.read(Path("results/ours.csv"))
+    trials = measured.read(ours)
     values = [line(recipe, CO2, "25 rounds", seed, 3.0 + seed) for seed in (0, 1)]
     write_ours([*trials, *values])
     assert collect([recipe], place / "results", "smoke") == (0, 2)
-    assert len(measured.read(Path("results/ours.csv"))) == len(trials) + 2, (
-        "although no run is here"
-    )
+    assert len(measured.read(ours)) == len(trials) + 2
 
 
 def test_the_best_rate_is_at_the_bottom_of_a_parabola() -> None:
@@ -475,7 +402,6 @@ def test_what_won_composes(recipe: TunedRecipe, place: Path) -> None:
     made = {row.overrides: cell for row, _, _, cell in recipe.cells("smoke", (0,))}
     assert made
     for cell in made.values():
-        assert isinstance(cell, TrainCell)
         assert cell.config().data.validation.value == "report", "not what was tuned on"
     for *_, cell in recipe.trials.cells("smoke"):
         assert "data.validation=tuning" in cell.command and f"seed={TUNING_SEED}" in cell.command

@@ -28,7 +28,6 @@ from tests.tasks import random_graph
 from tests.tasks.conftest import story
 from tests.workers import Pool
 
-# Rates are low: else a training doubles what rounds differently on another processor.
 COMMAND = "GOLDEN=write .venv/bin/python -m pytest -n 0 tests/recipes/test_golden.py"
 
 
@@ -96,8 +95,9 @@ def test_every_command_is_the_published_recipe(task: str, method: str, tmp_path:
     config = composed_config(words)
     assert (config.scale, config.train.steps, config.method) == ("paper", 3, method)
     assert config.train.accumulate == 1
-    golden_words = tuple(command(task, method, tmp_path, golden.SETTINGS))
-    assert composed_config(golden_words).train.steps == golden.STEPS
+    if method == "allreduce":  # by which golden losses are made
+        words = tuple(command(task, method, tmp_path, golden.SETTINGS))
+        assert composed_config(words).train.steps == golden.STEPS
 
 
 def test_a_small_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 """Recipes whose runs the workers of one job make in turn."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,8 @@ from recipes.runs.collect import collect
 from recipes.runs.job import JobCell
 from recipes.tables import layout
 from tests.cli.harness import ROOT, side_by_side
+from tests.recipes.conftest import write_folder
 from tests.recipes.job_workers import RECIPE
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def started(world: int, place: Path) -> list[str]:
@@ -43,7 +37,7 @@ def test_workers_make_what_is_of_their_number_in_turn(place: Path) -> None:
     assert [cell in two for cell in cells] == [cell.summary() is not None for cell in cells]
     for cell in two:
         summary = cell.summary()
-        assert summary is not None and summary["workers"] == 2
+        assert summary["workers"] == 2
         assert (summary["bytes_per_step"] == 0) == (job.ENDLESS[1] in cell.overrides)
         assert not list(Path(summary["folder"]).glob("**/model.pt")), "they may be large"
 
@@ -66,13 +60,11 @@ def test_workers_make_what_is_of_their_number_in_turn(place: Path) -> None:
 
 def run_of(folder: Path, *intervals: tuple[float, float | None]) -> SummaryJSON:
     """A finished run of tokens: rate and share of waiting of each 12 steps."""
-    folder.mkdir()
-    lines = [
+    lines: list[dict[str, object]] = [
         {"kind": "train", "step": 12 * number, "tokens_per_s": rate, "exposed_share": share}
         for number, (rate, share) in enumerate(intervals, start=1)
     ]
-    lines.append({"kind": "eval", "step": 48})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_folder(folder, lines=[*lines, {"kind": "eval", "step": 48}])
     return {"folder": str(folder), "steps": 12 * len(intervals), "unit": "tokens"}
 
 
@@ -91,7 +83,6 @@ def test_figures_by_hand(tmp_path: Path) -> None:
 def test_the_papers_model_is_timed_for_four_rounds() -> None:
     taus = {}
     for row, _, _, cell in table3.RECIPE.cells("paper", seeds=[0]):
-        assert isinstance(cell, JobCell)
         words = dict(word.split("=", 1) for word in cell.overrides)
         tau = next((int(words[key]) for key in words if key.endswith(".tau")), 12)
         taus[row.name] = tau

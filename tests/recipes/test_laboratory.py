@@ -1,7 +1,7 @@
 """Recipes of the laboratory: values of its runs, and refusals."""
 
-import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,52 +17,35 @@ from recipes.runs.collect import collect
 from recipes.runs.laboratory import LabCell
 from recipes.studies import field, moe, time_to_loss
 from recipes.tables import shares
+from tests.recipes.conftest import write_folder
 
 
-def write_run(of: LabCell, throughput: float) -> Path:
-    """A training's folder, as the laboratory leaves it."""
+def write_run(
+    of: LabCell, throughput: float, lines: Sequence[dict[str, object]] = (), **more: object
+) -> Path:
+    """A training's folder, as the laboratory leaves it; `more` of its summary."""
     run = trial_folder(of.trial, laboratory.EVEN, of._runs)
     folder = run / "gpt2" / of.config().method / of.trial.method / "seed0"
-    folder.mkdir(parents=True)
     summary = {"throughput": throughput, "exposed_share": 0.5, "overlap": 0.5}
-    (folder / "summary.json").write_text(json.dumps({**summary, "workers": 2, "steps": 60}))
-    machine = {"cpu": "another cpu", "cores": 4, "gpus": []}
-    manifest = {"git": {"commit": "f" * 40, "dirty": False}, "hardware": machine}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return folder
+    return write_folder(folder, {**summary, "workers": 2, "steps": 60, **more}, lines, "f" * 40)
 
 
 SHARE = field.share("gpt2", "20")
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, which is empty."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def cell(recipe: Recipe, row: str, column: str, repeat: int) -> LabCell:
-    found = recipe.cell(recipe.row(row), recipe.column(column), "smoke", repeat)
-    assert isinstance(found, LabCell)
-    return found
+    return recipe.cell(recipe.row(row), recipe.column(column), "smoke", repeat)
 
 
 def test_trials_named_beside_their_recipe_are_collected_once(place: Path) -> None:
     trials = time_to_loss.RECIPE.trials
     row, _, seed, of = next(iter(trials.cells("smoke")))
-    assert isinstance(of, LabCell)
-    folder = write_run(of, 100.0)
-    summary = json.loads((folder / "summary.json").read_text())
-    written = {**summary, "final": {"loss": 3.0}, "train_s": 20.0}
-    (folder / "summary.json").write_text(json.dumps(written))
-    (folder / "metrics.jsonl").write_text(
-        json.dumps({"kind": "eval", "step": 24, "loss": 3.0, "train_s": 20.0}) + "\n"
-    )
+    line = {"kind": "eval", "step": 24, "loss": 3.0, "train_s": 20.0}
+    write_run(of, 100.0, [line], final={"loss": 3.0}, train_s=20.0)
     assert main(["collect", "time_to_loss", trials.name]) == 0
     assert main(["collect", trials.name, "time_to_loss"]) == 0
-    (line,) = measured.read(place / "results" / "ours.csv")
-    assert (line["row"], line["seed"], float(line["value"])) == (row.name, str(seed), 20.0)
+    (found,) = measured.read(place / "results" / "ours.csv")
+    assert (found["row"], found["seed"], float(found["value"])) == (row.name, str(seed), 20.0)
 
 
 def test_values_are_of_runs(place: Path) -> None:
@@ -72,12 +55,8 @@ def test_values_are_of_runs(place: Path) -> None:
     assert collect([field.RECIPE], place / "out", "smoke") == (4, 0)
     rows = measured.read(place / "out" / "ours.csv")
     found = [(r["row"], r["seed"], pytest.approx(float(r["value"]))) for r in rows]
-    assert found == [
-        ("co2", "0", 87.5),
-        ("co2", "1", 90),
-        ("no communication", "0", 100),
-        ("no communication", "1", 100),
-    ]
+    limits = [("no communication", seed, 100) for seed in "01"]
+    assert found == [("co2", "0", 87.5), ("co2", "1", 90), *limits]
     assert (rows[3]["commit"], rows[3]["folder"]) == ("fffffff", str(folder.relative_to(place)))
     assert rows[1]["command"] == (
         "python -m co2.lab --workers=2 --mbit=20 --methods=co2 --repeats=2"
@@ -86,7 +65,7 @@ def test_values_are_of_runs(place: Path) -> None:
 
 def test_methods_take_turns_within_a_repeat() -> None:
     """All of them on one kind of link before the next, all links before the next repeat."""
-    every = [made for *_, made in table3.RECIPE.cells("smoke") if isinstance(made, LabCell)]
+    every = [made for *_, made in table3.RECIPE.cells("smoke")]
     two = list(dict.fromkeys(every))
     assert len(every) > len(two), "throughput and waiting are read from the same trainings"
     cells = two + [replace(made, trial=replace(made.trial, workers=4)) for made in two]

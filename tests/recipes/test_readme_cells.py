@@ -1,15 +1,16 @@
 """The generated cells of docs/results.md and README, computed again from the CSV files by other
-code: nothing of recipes/ is imported, and the spline, the pooled spread, Bartlett's test and Holm's
+code: nothing of recipes/ is imported, and the fit of the curve, the pooled spread and Holm's
 correction are written here a second time."""
 
 import csv
 import math
 import re
-from statistics import fmean, stdev, variance
+from statistics import fmean, stdev
 
 import numpy as np
 import pytest
-from scipy.stats import chi2, norm, t
+from scipy.interpolate import PchipInterpolator
+from scipy.stats import bartlett, norm, t
 
 from tests.cli.harness import ROOT
 
@@ -57,47 +58,18 @@ PAGE = _table("headline")
 
 def _interval(mean: float, half: float | None, mark: str = "") -> str:
     text = f"{math.exp(mean):.2f}{mark}"
-    return (
-        text
-        if half is None
-        else f"{text} [{math.exp(mean - half):.2f}, {math.exp(mean + half):.2f}]"
-    )
-
-
-def _slopes(x: list[float], y: list[float]) -> list[float]:
-    """Fritsch's and Butland's derivatives of a monotone cubic, with one-sided ends."""
-    h, d = np.diff(x), np.diff(y) / np.diff(x)
-    if len(d) == 1:
-        return [d[0], d[0]]
-    inner = [
-        0.0 if a * b <= 0 else (3 * (g + k)) / ((2 * k + g) / a + (k + 2 * g) / b)
-        for a, b, g, k in zip(d, d[1:], h, h[1:], strict=False)
-    ]
-
-    def end(g: float, k: float, a: float, b: float) -> float:
-        slope = ((2 * g + k) * a - g * b) / (g + k)
-        if slope * a <= 0:
-            return 0.0
-        return 3 * a if a * b < 0 and abs(slope) > 3 * abs(a) else slope
-
-    return [end(h[0], h[1], d[0], d[1]), *inner, end(h[-1], h[-2], d[-1], d[-2])]
+    if half is None:
+        return text
+    return f"{text} [{math.exp(mean - half):.2f}, {math.exp(mean + half):.2f}]"
 
 
 def _inverse(loss: float, points: list[tuple[float, float]]) -> tuple[float, bool]:
-    x, y = (list(own) for own in zip(*points, strict=True))
+    x, y = zip(*points, strict=True)
     if not y[-1] <= loss <= y[0]:
         (a, b), (c, d) = points[:2] if loss > y[0] else points[-2:]
         return a + (c - a) * (b - loss) / (b - d), True
-    slopes = _slopes(x, y)
-    at = next(i for i in range(len(x) - 1) if y[i + 1] <= loss)
-    h = x[at + 1] - x[at]
-    low, high = 0.0, 1.0
-    for _ in range(80):
-        s = (low + high) / 2
-        value = (1 + 2 * s) * (1 - s) ** 2 * y[at] + s**2 * (3 - 2 * s) * y[at + 1]
-        value += h * (s * (1 - s) ** 2 * slopes[at] - s**2 * (1 - s) * slopes[at + 1])
-        low, high = (s, high) if value > loss else (low, s)
-    return x[at] + h * low, False
+    spline = PchipInterpolator(x, np.array(y) - loss)
+    return float(spline.roots(extrapolate=False)[0]), False
 
 
 def _falling(curve: dict[int, float]) -> list[tuple[float, float]]:
@@ -187,11 +159,7 @@ def _stars(recipe: str, columns: list[str]) -> set[tuple[str, str]]:
         table = np.array([[v[s] for s in sorted(seeds)] for v in whole.values()])
         m, n = table.shape
         rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
-        own = [variance(row) for row in rest.tolist()]
-        middle = fmean(own)
-        statistic = m * (n - 1) * math.log(middle) - (n - 1) * sum(map(math.log, own))
-        statistic /= 1 + (m / (n - 1) - 1 / (m * (n - 1))) / (3 * (m - 1))
-        alike = chi2.sf(statistic, m - 1) >= 0.05
+        alike = bartlett(*rest).pvalue >= 0.05
         for other in ("AllReduce", "Local SGD"):
             for row in of:
                 both = sorted(of[row].keys() & of.get(other, {}).keys())

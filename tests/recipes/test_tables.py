@@ -2,7 +2,6 @@
 report, which opens in a browser as wide as a phone."""
 
 import copy
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from recipes.studies.glue import FineTuning
 from recipes.tables import entries, figures, layout, render
 from recipes.tables.entries import Entry
 from recipes.tuning import tuning
+from tests.recipes.conftest import write_folder
 
 TOP1 = Column("top-1", ("task=toy",), "final.top1", factor=100, digits=1)
 TOY = Recipe(
@@ -52,37 +52,27 @@ BEGUN, FAILED = 1, 2
 def write_run(
     cell: TrainCell, value: float, commit: str, loss: float | None, finished: bool
 ) -> None:
-    """A run's folder, as train.py leaves it; a loss that is not finite ends it."""
-    folder = run_folder(cell.config())
-    folder.mkdir(parents=True)
-    hardware = {"cpu": "a cpu", "cores": 2, "gpus": []}
-    git = {"commit": commit, "dirty": commit[0] == "d"}
-    manifest = {"git": git, "hardware": hardware}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    """A loss that is not finite ends it."""
     lines: list[dict[str, Any]] = [
         {"kind": "train", "step": 1, "loss": 1.0},
         {"kind": "eval", "step": 30, "top1": value / 2, "loss": 2.0, "train_s": 1.5},
         {"kind": "eval", "step": 60, "top1": value, "loss": loss, "train_s": 3.0},
     ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if finished:
-        summary = {"final": {"top1": value}, "workers": 2, "steps": 60}
-        (folder / "summary.json").write_text(json.dumps(summary))
+    summary = {"final": {"top1": value}, "workers": 2, "steps": 60}
+    write_folder(run_folder(cell.config()), summary if finished else None, lines, commit)
 
 
 @pytest.fixture
-def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Collected from runs in the folder that is now the working one."""
-    monkeypatch.chdir(tmp_path)
+def results(place: Path) -> Path:
+    """Collected from runs in the working folder."""
     for row, _, seed, cell in TOY.cells("smoke"):
-        assert isinstance(cell, TrainCell)
         if seed in VALUES.get(row.name, {}):
             commit = ("b", "a", "d")[seed] * 40
             write_run(cell, VALUES[row.name][seed], commit, loss=1 - seed / 10, finished=True)
         elif row.name == "CO2_3":
             write_run(cell, 0.5, "a" * 40, None if seed == FAILED else 1.0, finished=False)
-    assert collect([TOY], tmp_path / "out", "smoke") == (7, 0)
-    return tmp_path / "out"
+    assert collect([TOY], place / "out", "smoke") == (7, 0)
+    return place / "out"
 
 
 def found(results: Path) -> dict[str, Entry]:

@@ -2,10 +2,9 @@
 
 import contextlib
 import dataclasses
-import json
 import math
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,20 +24,20 @@ from recipes.tuning.proposals import AT_ONCE, Proposals
 from recipes.tuning.spaces import HELD, KNOBS, RATE, Knob, Places, Space
 from recipes.tuning.tune import FINALISTS, schedule_words, tune_methods
 from tests.cli.harness import TOY
+from tests.recipes.conftest import write_folder
 from tests.recipes.trained import trained
 
 Landscape = Callable[[TrainCell], float]
 
 
 @pytest.fixture
-def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A configuration folder of its own, and a working folder that is empty."""
-    folder = tmp_path / "conf"
+def conf(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A configuration folder of its own, and a working folder that is otherwise empty."""
+    folder = place / "conf"
     shutil.copytree(cells.APP.conf, folder, ignore=shutil.ignore_patterns("toy"))
     shutil.copytree(cells.APP.conf / "task", folder / "task", dirs_exist_ok=True)
     monkeypatch.setattr(cells, "APP", dataclasses.replace(cells.APP, conf=folder))
     monkeypatch.setattr(tune, "TUNING", ())
-    monkeypatch.chdir(tmp_path)
     composed_config.cache_clear()
     yield folder
     composed_config.cache_clear()
@@ -61,16 +60,11 @@ class Trainer:
             if len(self.trained) == self.stop_at:
                 raise SystemExit(130)
             self.trained.append(cell)
-            folder, loss = run_folder(cell.config()), self.landscape(cell)
-            folder.mkdir(parents=True, exist_ok=True)
-            hardware = {"cpu": "a cpu", "cores": 2, "gpus": []}
-            known = {"git": {"commit": "c" * 40, "dirty": False}, "hardware": hardware}
-            known["fingerprint"] = {"task": self.version, "method": 1}
-            (folder / "manifest.json").write_text(json.dumps(known))
-            if math.isfinite(loss):
-                (folder / "summary.json").write_text(json.dumps({"final": {"loss": loss}}))
-            else:
+            loss, fingerprint = self.landscape(cell), {"task": self.version, "method": 1}
+            if not math.isfinite(loss):
                 failed[cell] = DIVERGED
+            summary = None if cell in failed else {"final": {"loss": loss}}
+            write_folder(run_folder(cell.config()), summary, fingerprint=fingerprint)
         return failed
 
 
@@ -243,7 +237,7 @@ def test_no_winner_is_written_by_hand() -> None:
 
 def test_short_trials_have_the_whole_schedule() -> None:
     assert schedule_words(OptimConfig(warmup_steps=60), 720, 180) == [
-        *("train.steps=180", "train.eval_every=180", "optim.warmup_steps=15"),
+        *("train.steps=180", "train.eval_every=180", "optim.warmup_steps=15")
     ]
     stairs = OptimConfig(schedule=Schedule.step, milestones=(30, 60), warmup_steps=10)
     assert schedule_words(stairs, 90, 45)[2:] == [

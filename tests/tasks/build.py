@@ -82,13 +82,19 @@ def refusal(act: Callable[[], object]) -> str:
     return line
 
 
+def drawn(task: Any, number: int = 1, start: int = 0, own: Mesh | None = None) -> list[Batch]:
+    """Its batches from draw `start` on; of one worker unless `own` says otherwise."""
+    batches = task.batches(own or mesh(), start)
+    found = list(islice(batches, number))
+    batches.close()
+    assert len(found) == number, "batches are endless"
+    return found
+
+
 def used(task: Any, num_draws: int = 1) -> list[Batch]:
     """Its first batches, of one worker."""
     task.setup(1)
-    batches = task.batches(mesh(), 0)
-    found = list(islice(batches, num_draws))
-    batches.close()
-    return found
+    return drawn(task, num_draws)
 
 
 def sampler(task: Any, num_samples: int, num_workers: int = 1) -> Sampler:

@@ -122,10 +122,7 @@ SMALL: dict[str, Small] = {
     ),
     "shapenet": Small(_CLOUDS, data=_clouds, steps=60, left=0.8),
     "shapenet classification": Small(
-        {**_CLOUDS, "objective": Objective.classification},
-        data=_clouds,
-        smallest=2,
-        steps=60,
+        {**_CLOUDS, "objective": Objective.classification}, data=_clouds, smallest=2, steps=60
     ),
     "toy": Small(
         {"samples": 150},
@@ -145,13 +142,7 @@ SMALL: dict[str, Small] = {
 batches or more, of which the last is short; the two halves of the samples do not fill as many."""
 
 
-def small_task(
-    name: str,
-    root: Path,
-    path: Path | None,
-    num_workers: int = 1,
-    **given: Any,
-) -> Any:
+def small_task(name: str, root: Path, path: Path | None, num_workers: int = 1, **given: Any) -> Any:
     """The task of an entry of `SMALL`, set up for `num_workers`; `given` is what `built` takes."""
     entry = SMALL[name]
     optim = OptimConfig(lr=entry.lr)

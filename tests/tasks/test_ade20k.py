@@ -17,13 +17,7 @@ from tasks import ADE20K
 from tasks.ade20k.ade20k import Source
 from tasks.ade20k.pairs import FOLDER, Pairs
 from tasks.ade20k.scenes import Scenes
-from tasks.ade20k.segmentation import (
-    _MEAN,
-    _STD,
-    IGNORED,
-    normalized,
-    whole,
-)
+from tasks.ade20k.segmentation import _MEAN, _STD, IGNORED, normalized, whole
 from tasks.ade20k.upernet import upernet
 from tasks.ade20k.views import COLOUR_DRAWS, Views, distorted
 from tasks.shared.randomness import uniforms
@@ -62,23 +56,19 @@ def test_the_model_of_scale_paper() -> None:
     assert count == sum(convs) + norms + backbone
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_weights_of_the_backbone(tmp_path: Path, suffix: str) -> None:
+def test_weights_of_the_backbone(tmp_path: Path) -> None:
     import timm
     from safetensors.torch import save_file
 
     name = "mobilenetv3_small_050"
     trained = timm.create_model(name, num_classes=1000).state_dict()
-    file = tmp_path / f"trained{suffix}"
-    if suffix == ".pth":
-        torch.save({"state_dict": trained}, file)
-    else:
-        save_file(trained, file)
-    task = ade20k(backbone=name, weights=str(file), hidden=8, num_workers=1)
-    model = task.model()
-    inside = model.backbone.state_dict()
-    for key in nonempty(inside.keys() & trained.keys()):
-        assert torch.equal(inside[key], trained[key]), key
+    torch.save({"state_dict": trained}, tmp_path / "trained.pth")
+    save_file(trained, tmp_path / "trained.safetensors")
+    for file in nonempty(sorted(tmp_path.iterdir())):
+        task = ade20k(backbone=name, weights=str(file), hidden=8, num_workers=1)
+        inside = task.model().backbone.state_dict()
+        for key in nonempty(inside.keys() & trained.keys()):
+            assert torch.equal(inside[key], trained[key]), key
     with torch.device("meta"):
         assert next(task.model().parameters()).is_meta
     bare = ade20k(backbone=name, hidden=8).model()
@@ -152,9 +142,8 @@ def test_evaluation_is_that_of_all_pixels_at_their_own_size(folder: Path) -> Non
         image, labels = samples[number]
         short = min(labels.shape)
         size = [round(side * 32 / short) for side in labels.shape]
-        pixels = F.interpolate(
-            image[None].float(), size, mode="bilinear", antialias=True
-        ).round()  # as resizing bytes does, give or take one
+        # Rounded as resizing bytes does, give or take one.
+        pixels = F.interpolate(image[None].float(), size, mode="bilinear", antialias=True).round()
         mean = torch.tensor([123.675, 116.28, 103.53])[:, None, None]
         deviation = torch.tensor([58.395, 57.12, 57.375])[:, None, None]
         with torch.no_grad():
@@ -317,9 +306,8 @@ def photometric(pixel: list[float], draws: np.ndarray) -> list[float]:
 
 
 def test_colours_change_as_in_mmsegmentation() -> None:
-    images = torch.randint(
-        0, 256, (200, 3, 2, 3), generator=torch.Generator().manual_seed(0)
-    ).float()
+    numbers = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (200, 3, 2, 3), generator=numbers).float()
     images[:9] = torch.tensor([0.0, 128.0, 255.0])  # greys, which have no hue
     draws = uniforms(COLOUR_DRAWS, 1, np.arange(200))
     before, found = images.clone(), distorted(images, draws)

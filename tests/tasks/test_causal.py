@@ -7,12 +7,12 @@ What all tasks must do is in test_contract.py.
 
 import json
 import math
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from signal import SIGKILL
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -150,7 +150,6 @@ def test_evaluation_is_the_mean_over_all_windows(task: GPT2) -> None:
     with torch.no_grad():
         loss = F.cross_entropy(task.logits(model, rows).flatten(0, 1), following).item()
     scores, lengths = task.evaluate(model), token_bytes(store)
-    assert lengths is not None
     assert scores["loss"] == pytest.approx(loss, rel=1e-5)
     assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
     bits = scores["loss"] * count / math.log(2)
@@ -159,7 +158,7 @@ def test_evaluation_is_the_mean_over_all_windows(task: GPT2) -> None:
 
 def test_importing_tasks_is_cheap() -> None:
     heavy = {"transformers", "datasets", "tokenizers", "sympy", "pandas", "triton"}
-    heavy |= {"torch_geometric"}
+    heavy.add("torch_geometric")
     code = f"import sys, tasks; print('tasks.text.gpt2' in sys.modules, {heavy} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "True set()\n", result.stderr
@@ -196,27 +195,20 @@ def test_the_forms_agree(length: int, rates: tuple[float, ...]) -> None:
     decay = torch.tensor(rates, dtype=torch.float64)
     inputs = qkv(length)
     q, k, v = inputs
-    written = torch.stack(
-        [
-            sum(
-                (q[:, :, t] * k[:, :, s]).sum(-1, keepdim=True)
-                * torch.exp(-decay[:, None] * (t - s))
-                * v[:, :, s]
-                for s in range(t + 1)
-            )
-            for t in range(length)
-        ],
-        dim=2,
-    )
+
+    def term(t: int, s: int) -> Tensor:
+        product = (q[:, :, t] * k[:, :, s]).sum(-1, keepdim=True)
+        return product * torch.exp(-decay[:, None] * (t - s)) * v[:, :, s]
+
+    sums = [sum(term(t, s) for s in range(t + 1)) for t in range(length)]
+    written = torch.stack(sums, dim=2)
     weights = torch.randn(written.shape, dtype=torch.float64)
     expected = torch.autograd.grad((written * weights).sum(), inputs)
-    for form in (parts.parallel, parts.recurrent, lambda *x: parts.chunked(*x, size=8)):
+    for form in (parts.parallel, parts.recurrent, partial(parts.chunked, size=8)):
         out = form(q, k, v, decay)
         torch.testing.assert_close(out, written, rtol=1e-12, atol=1e-12)
-        for got, want in zip(
-            torch.autograd.grad((out * weights).sum(), inputs), expected, strict=True
-        ):
-            torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+        gradients = torch.autograd.grad((out * weights).sum(), inputs)
+        torch.testing.assert_close(gradients, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_the_fastest_decay_stays_finite_over_a_long_text() -> None:
@@ -320,47 +312,43 @@ def asked_anew() -> Iterator[None]:
     parts.fastest_on_gpus.cache_clear()
 
 
-def probed(program: str) -> Any:
-    """As if the probe were this program, and had half a second."""
-    return patch.multiple(parts, _KERNELS=True, _PROBE=program, _ANSWER_S=0.5)
-
-
 HANGS = "import time\nprint('ready', flush=True)\ninput()\ntime.sleep(600)"
+
+
+def probed(program: str) -> Any:
+    """As if the probe were this program. One that hangs has half a second; others have as long as
+    they take on a busy machine."""
+    answer_s = 0.5 if program == HANGS else 100.0
+    return patch.multiple(parts, _KERNELS=True, _PROBE=program, _ANSWER_S=answer_s)
 
 
 @pytest.mark.usefixtures("asked_anew")
 @pytest.mark.parametrize(
-    ("program", "line"),
+    ("program", "line", "status"),
     [
-        ("print('ready', flush=True)\ninput()", ""),
-        (HANGS, "warning: flash-linear-attention's kernels do not answer in 0.5 s; "),
-        ("raise ImportError", "warning: flash-linear-attention's kernels fail; "),
+        ("print('ready', flush=True)\ninput()", "", 0),
+        (HANGS, "warning: flash-linear-attention's kernels do not answer in 0.5 s; ", -SIGKILL),
+        ("raise ImportError", "warning: flash-linear-attention's kernels fail; ", 1),
     ],
     ids=["answer", "hang", "fail"],
 )
 def test_kernels_that_do_not_answer_are_not_used(
-    program: str, line: str, capfd: pytest.CaptureFixture[str]
+    program: str, line: str, status: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with probed(program):
-        found = parts.fastest_on_gpus()
-        assert parts.fastest_on_gpus() is found, "it is asked once"
-    assert found == (("compiled", parts.chunked) if line else parts.kernels)
-    told = capfd.readouterr().err
-    assert told.startswith(line) and bool(told) == bool(line)
-
-
-@pytest.mark.usefixtures("asked_anew")
-def test_a_probe_that_hangs_is_killed() -> None:
-    made = []
-    begin = subprocess.Popen
+    """A probe that hangs is killed."""
+    made, begin = [], subprocess.Popen
 
     def popen(*arguments: Any, **more: Any) -> Any:
         made.append(begin(*arguments, **more))
         return made[-1]
 
-    with probed(HANGS), patch.object(subprocess, "Popen", popen):
-        parts.fastest_on_gpus()
-    assert [one.returncode for one in made] == [-signal.SIGKILL]
+    with probed(program), patch.object(subprocess, "Popen", popen):
+        found = parts.fastest_on_gpus()
+        assert parts.fastest_on_gpus() is found, "it is asked once"
+    assert found == (("compiled", parts.chunked) if line else parts.kernels)
+    told = capfd.readouterr().err
+    assert told.startswith(line) and bool(told) == bool(line)
+    assert [one.returncode for one in made] == [status]
 
 
 SIZE, PADDED = 300, 384

@@ -5,9 +5,10 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -23,16 +24,23 @@ from co2.limits import limits
 from co2.task import Batch, Planned
 from tasks import TASKS
 from tests.grids import nonempty
-from tests.tasks.build import mesh, sampler
+from tests.tasks.build import drawn, mesh, sampler
 from tests.tasks.small import SMALL, equal, small_task, tensors
 from tests.workers import Pool
 
 WORKERS = 3
-every_task = pytest.mark.parametrize("name", nonempty(SMALL))
+Make = Callable[..., Any]
+"""Takes the number of workers, and what `built` takes."""
 
 
 def test_every_task_has_an_entry() -> None:
-    assert {name.split()[0] for name in SMALL} == set(TASKS)
+    assert {name.split()[0] for name in SMALL} == set(nonempty(TASKS))
+
+
+@pytest.fixture(params=SMALL)
+def name(request: pytest.FixtureRequest) -> str:
+    """Every entry."""
+    return request.param
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +56,17 @@ def path(name: str, data: dict[str, Path]) -> Path | None:
     if entry.data is not None and name not in data:
         data[name] = entry.data(data["folder"] / name)
     return data.get(name)
+
+
+@pytest.fixture
+def make(name: str, root: Path, path: Path | None) -> Make:
+    return partial(small_task, name, root, path)
+
+
+@pytest.fixture
+def task(make: Make) -> Any:
+    """For one worker."""
+    return make()
 
 
 @contextmanager
@@ -72,12 +91,11 @@ def same_state(one: nn.Module, other: nn.Module) -> bool:
     )
 
 
-@every_task
-def test_the_model_depends_on_the_seed_alone(name: str, root: Path, path: Path | None) -> None:
+def test_the_model_depends_on_the_seed_alone(make: Make) -> None:
     models = []
     for seed in (3, 3, 4):
         with generators_stay():
-            models.append(small_task(name, root, path, seed=seed).model())
+            models.append(make(seed=seed).model())
     first, again, other = (list(model.parameters()) for model in models)
     assert same_state(models[0], models[1])
     assert not all(map(torch.equal, first, other)) and all(map(torch.equal, first, again))
@@ -91,26 +109,18 @@ def num_parameters(task: Any) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-@every_task
-def test_every_size_is_built_on_meta(name: str, root: Path, path: Path | None) -> None:
+def test_every_size_is_built_on_meta(name: str, make: Make) -> None:
     """In the order of the sizes. No data are needed where the task is of a size."""
     kind = get_type_hints(TASKS[name.split()[0]].Config).get("size")
     if kind is None:
-        assert num_parameters(small_task(name, root, path)) > 0
+        assert num_parameters(make()) > 0
         return
     assert issubclass(kind, Enum)
-    sizes = [
-        num_parameters(small_task(name, root, path, size=size, **SMALL[name].whole))
-        for size in nonempty(kind)
-    ]
+    sizes = [num_parameters(make(size=size, **SMALL[name].whole)) for size in nonempty(kind)]
     assert all(one < other for one, other in pairwise(sizes))
 
 
-@every_task
-def test_a_model_on_meta_has_the_shapes_of_the_real_one(
-    name: str, root: Path, path: Path | None
-) -> None:
-    task = small_task(name, root, path)
+def test_a_model_on_meta_has_the_shapes_of_the_real_one(task: Any) -> None:
     with torch.device("meta"):
         planned = task.model()
     made = task.model().state_dict()
@@ -119,10 +129,8 @@ def test_a_model_on_meta_has_the_shapes_of_the_real_one(
     }
 
 
-@every_task
-def test_the_optimizer_has_every_weight_once(name: str, root: Path, path: Path | None) -> None:
+def test_the_optimizer_has_every_weight_once(name: str, task: Any) -> None:
     """And the peak rate of each of its groups, which the schedule starts from."""
-    task = small_task(name, root, path)
     model = task.model()
     groups = task.optimizer(model).param_groups
     held = [id(weight) for group in groups for weight in group["params"]]
@@ -130,65 +138,56 @@ def test_the_optimizer_has_every_weight_once(name: str, root: Path, path: Path |
     assert {group["initial_lr"] for group in groups} == {SMALL[name].lr}
 
 
-def drawn(task: Any, worker: int, start: int, number: int) -> list[Batch]:
-    batches = task.batches(mesh(worker, WORKERS), start)
-    found = list(islice(batches, number))
-    batches.close()
-    assert len(found) == number, "batches are endless"
-    return found
+def drawn_by(worker: int, task: Any, number: int, start: int = 0) -> list[Batch]:
+    return drawn(task, number, start, mesh(worker, WORKERS))
 
 
 def draws_per_epoch(name: str, task: Any) -> int:
     return sampler(task, SMALL[name].samples(task), WORKERS).draws_per_epoch
 
 
-@every_task
-def test_a_batch_is_a_function_of_seed_draw_and_worker(
-    name: str, root: Path, path: Path | None
-) -> None:
+def test_a_batch_is_a_function_of_seed_draw_and_worker(name: str, make: Make) -> None:
     """So training goes on from any draw; also over the end of an epoch."""
 
     def made(seed: int = 0) -> Any:
-        return small_task(name, root, path, WORKERS, seed=seed)
+        return make(WORKERS, seed=seed)
 
     task = made()
     epoch = draws_per_epoch(name, task)
     assert epoch >= 2
     with generators_stay():
-        whole = drawn(task, 1, 0, epoch + 3)
+        whole = drawn_by(1, task, epoch + 3)
     for start in (0, 1, epoch - 1, epoch, epoch + 1):
         with generators_stay():
-            again = drawn(made(), 1, start, 2)
+            again = drawn_by(1, made(), 2, start)
         assert all(map(equal, again, whole[start : start + 2]))
-    others = [drawn(task, 2, 0, 1)[0], drawn(made(1), 1, 0, 1)[0], whole[1], whole[epoch]]
+    others = [drawn_by(2, task, 1)[0], drawn_by(1, made(1), 1)[0], whole[1], whole[epoch]]
     assert not any(equal(whole[0], other) for other in others)
 
 
-@every_task
-def test_workers_share_no_sample_in_an_epoch(name: str, root: Path, path: Path | None) -> None:
-    task = small_task(name, root, path, WORKERS)
+def test_workers_share_no_sample_in_an_epoch(name: str, make: Make) -> None:
+    task = make(WORKERS)
     epoch, size = draws_per_epoch(name, task), SMALL[name].batch_size
     seen = [
         row.numpy().tobytes()
         for worker in range(WORKERS)
-        for batch in drawn(task, worker, 0, epoch)
+        for batch in drawn_by(worker, task, epoch)
         for row in SMALL[name].inputs(batch)
     ]
     assert len(seen) == len(set(seen)) == epoch * size * WORKERS
 
 
-@every_task
-def test_a_sample_depends_on_seed_and_epoch_alone(name: str, root: Path, path: Path | None) -> None:
+def test_a_sample_depends_on_seed_and_epoch_alone(name: str, make: Make) -> None:
     """Not on its place in a batch, or on the worker. Where something is drawn, such as a crop or a
     mask, each epoch has another."""
     if not SMALL[name].by_sample:
         return
     size = SMALL[name].batch_size
-    alone = small_task(name, root, path, batch_size=size * WORKERS)
-    task = small_task(name, root, path, WORKERS)
+    alone = make(batch_size=size * WORKERS)
+    task = make(WORKERS)
     samples, epoch = sampler(task, SMALL[name].samples(task), WORKERS), draws_per_epoch(name, task)
     found: dict[int, list[list[Tensor]]] = {}
-    shares = [drawn(task, worker, 0, 2 * epoch) for worker in range(WORKERS)]
+    shares = [drawn_by(worker, task, 2 * epoch) for worker in range(WORKERS)]
     for draw, whole in enumerate(islice(alone.batches(mesh(), 0), 2 * epoch)):
         parts = list(zip(*(tensors(share[draw]) for share in shares), strict=True))
         rows = [torch.cat(part) for part in parts]
@@ -202,44 +201,41 @@ def test_a_sample_depends_on_seed_and_epoch_alone(name: str, root: Path, path: P
     assert not any(changed) if SMALL[name].fixed else sum(changed) > 0.9 * len(changed)
 
 
-@every_task
-def test_loading_in_processes_changes_nothing(name: str, root: Path, path: Path | None) -> None:
+def test_loading_in_processes_changes_nothing(name: str, make: Make) -> None:
     if not SMALL[name].in_processes:
         with pytest.raises(ConfigError, match=r"^data\.workers=2: "):
-            small_task(name, root, path, workers=2)
+            make(workers=2)
         return
-    alone, helped = (small_task(name, root, path, WORKERS, workers=number) for number in (0, 2))
+    alone, helped = (make(WORKERS, workers=number) for number in (0, 2))
     start = draws_per_epoch(name, alone) - 1
-    both = (drawn(task, 1, start, 3) for task in (alone, helped))
+    both = (drawn_by(1, task, 3, start) for task in (alone, helped))
     assert all(map(equal, *both))
     model = alone.model()
     assert helped.evaluate(model) == alone.evaluate(model)
 
 
-@every_task
-def test_a_plan_has_room_for_every_batch(name: str, root: Path, path: Path | None) -> None:
+def test_a_plan_has_room_for_every_batch(make: Make) -> None:
     """Of `Planned`: the types of real batches, and shapes that are no smaller."""
-    task = small_task(name, root, path, WORKERS)
+    task = make(WORKERS)
     assert isinstance(task, Planned)
     pace = task.pace
     assert 0 < pace.mfu < 1 and pace.source and pace.samples_per_s is None, "no files to decode"
     blank = task.blank()
-    for batch in drawn(task, 0, 0, 3):
+    for batch in drawn_by(0, task, 3):
         assert type(batch) is type(blank)
         for real, planned in zip(tensors(batch), tensors(blank), strict=True):
             assert real.dtype == planned.dtype and real.dim() == planned.dim()
             assert all(a <= b for a, b in zip(real.shape, planned.shape, strict=True))
 
 
-@every_task
-def test_the_smallest_batch_has_a_finite_loss(name: str, root: Path, path: Path | None) -> None:
+def test_the_smallest_batch_has_a_finite_loss(name: str, make: Make) -> None:
     """A scalar in fp32, under autocast too, with a gradient for every weight."""
     smallest = SMALL[name].smallest
     if smallest > 1:
         with pytest.raises(ConfigError, match=rf"^train\.batch_size={smallest - 1}: "):
-            small_task(name, root, path, batch_size=smallest - 1)
-    task = small_task(name, root, path, batch_size=smallest)
-    model, (batch,) = task.model(), islice(task.batches(mesh(), 0), 1)
+            make(batch_size=smallest - 1)
+    task = make(batch_size=smallest)
+    model, (batch,) = task.model(), drawn(task)
     torch.manual_seed(0)  # for dropout
     loss = task.loss(model, batch)
     loss.backward()
@@ -254,10 +250,8 @@ def test_the_smallest_batch_has_a_finite_loss(name: str, root: Path, path: Path 
     assert rough.item() == pytest.approx(loss.item(), rel=0.1)
 
 
-@every_task
-def test_it_learns_a_batch_by_heart(name: str, root: Path, path: Path | None) -> None:
-    task = small_task(name, root, path)
-    model, (batch,) = task.model(), islice(task.batches(mesh(), 0), 1)
+def test_it_learns_a_batch_by_heart(name: str, task: Any) -> None:
+    model, (batch,) = task.model(), drawn(task)
     optimizer, losses = task.optimizer(model), []
     for _ in range(SMALL[name].steps):
         optimizer.zero_grad()
@@ -268,31 +262,25 @@ def test_it_learns_a_batch_by_heart(name: str, root: Path, path: Path | None) ->
     assert losses[-1] < SMALL[name].left * losses[0]
 
 
-def scores(
-    rank: int, world: int, name: str, root: Path, path: Path | None
-) -> tuple[dict[str, float], dict[str, float]]:
-    task = small_task(name, root, path, world)
+def scores(rank: int, world: int, make: Make) -> tuple[dict[str, float], dict[str, float]]:
+    task = make(world)
     return task.evaluate(task.model()), task.baselines()
 
 
-@every_task
-def test_an_evaluation_is_the_same_for_any_number_of_workers(
-    workers: Pool, name: str, root: Path, path: Path | None
-) -> None:
-    alone = scores(0, 1, name, root, path)
+def test_an_evaluation_is_the_same_for_any_number_of_workers(workers: Pool, make: Make) -> None:
+    alone = scores(0, 1, make)
     assert next(iter(alone[0])) == "loss"
     assert all(map(math.isfinite, (*alone[0].values(), *alone[1].values())))
-    for world in (1, 2, 3):
-        assert workers.run(scores, world, name, root, path) == [alone] * world
+    for world in (2, 3):
+        assert workers.run(scores, world, make) == [alone] * world
 
 
-@every_task
-def test_an_evaluation_counts_every_sample_once(name: str, root: Path, path: Path | None) -> None:
+def test_an_evaluation_counts_every_sample_once(name: str, make: Make) -> None:
     """So the whole part is the mean of its halves, which have no sample in common."""
     entry, sizes, losses, model = SMALL[name], [], [], None
     unlimited = {"eval_samples": None} if "eval_samples" in entry.config else {}
     for part in Validation:
-        task = small_task(name, root, path, validation=part, **unlimited, **entry.exact)
+        task = make(validation=part, **unlimited, **entry.exact)
         model = task.model() if model is None else model
         facts = task.fingerprint()["evaluated"]
         assert facts["part"] == part.value
@@ -309,20 +297,18 @@ LIMITED = [name for name in SMALL if "eval_samples" in limits(TASKS[name.split()
 
 
 @pytest.mark.parametrize("name", nonempty(LIMITED))
-def test_an_evaluation_may_take_some_samples(name: str, root: Path, path: Path | None) -> None:
-    whole = small_task(name, root, path, eval_samples=None)
+def test_an_evaluation_may_take_some_samples(make: Make) -> None:
+    whole = make(eval_samples=None)
     available = whole.fingerprint()["evaluated"]["num_samples"]
     for wanted, taken in ((3, 3), (10**9, available)):
-        some = small_task(name, root, path, eval_samples=wanted)
+        some = make(eval_samples=wanted)
         assert some.fingerprint()["evaluated"]["num_samples"] == taken
-    model, some = whole.model(), small_task(name, root, path, eval_samples=3)
+    model, some = whole.model(), make(eval_samples=3)
     assert some.evaluate(model)["loss"] != whole.evaluate(model)["loss"]
 
 
-@every_task
-def test_an_evaluation_changes_nothing(name: str, root: Path, path: Path | None) -> None:
+def test_an_evaluation_changes_nothing(task: Any) -> None:
     """Neither weights, nor buffers, nor the mode of any module, nor generators."""
-    task = small_task(name, root, path)
     model = task.model()
     frozen = list(model.modules())[-1].eval()  # by its owner
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -336,9 +322,7 @@ def test_an_evaluation_changes_nothing(name: str, root: Path, path: Path | None)
     assert all(weight.grad is None for weight in model.parameters())
 
 
-@every_task
-def test_an_evaluation_of_broken_weights_says_so(name: str, root: Path, path: Path | None) -> None:
-    task = small_task(name, root, path)
+def test_an_evaluation_of_broken_weights_says_so(task: Any) -> None:
     model = task.model()
     with torch.no_grad():
         for weight in model.parameters():
@@ -346,18 +330,16 @@ def test_an_evaluation_of_broken_weights_says_so(name: str, root: Path, path: Pa
     assert math.isnan(task.evaluate(model)["loss"])
 
 
-@every_task
-def test_a_fingerprint_can_be_written_down(name: str, root: Path, path: Path | None) -> None:
+def test_a_fingerprint_can_be_written_down(make: Make) -> None:
     """And is that of the data, whatever else a run has chosen."""
-    facts = [small_task(name, root, path, number).fingerprint() for number in (1, 2)]
+    facts = [make(number).fingerprint() for number in (1, 2)]
     assert facts[0] == facts[1] == json.loads(json.dumps(facts[0]))
 
 
-@every_task
-def test_too_many_workers_for_the_data(name: str, root: Path, path: Path | None) -> None:
+def test_too_many_workers_for_the_data(name: str, make: Make) -> None:
     size = SMALL[name].smallest
-    samples = SMALL[name].samples(small_task(name, root, path))
+    samples = SMALL[name].samples(make())
     with pytest.raises(ConfigError, match=rf"^launch\.workers={samples + 1}: "):
-        small_task(name, root, path, samples + 1, batch_size=size)
+        make(samples + 1, batch_size=size)
     with pytest.raises(ConfigError, match=rf"^train\.batch_size={samples}: 2 workers draw "):
-        small_task(name, root, path, 2, batch_size=samples)
+        make(2, batch_size=samples)

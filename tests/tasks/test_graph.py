@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from co2.config import OptimConfig
 from tasks.graph import calls, generated
 from tasks.graph.edges import write_rows
-from tasks.graph.folder import PARTS, GraphFolder, faults
+from tasks.graph.folder import PARTS, faults
 from tasks.graph.graph import Graph
 from tasks.graph.networks import Edges, GraphNetwork, Network
 from tasks.graph.sampling import Neighbourhood, Restricted, Topology
@@ -158,20 +158,21 @@ def test_what_cannot_be_used(tmp_path: Path) -> None:
     assert "is no sound graph; docs/data.md has the" in refusal(lambda: ready(tmp_path))
 
 
+class Majority(nn.Module):
+    """Its answer is always the same class, with little doubt."""
+
+    def __init__(self, kind: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(F.one_hot(torch.tensor(kind), 3).float())
+
+    def forward(self, x: Tensor, edges: list[Edges]) -> Tensor:
+        return self.bias.expand(len(edges[-1][0]) - 1, 3)
+
+
 def test_figures(folder: Path) -> None:
-    """Of a model whose answer is known: the majority's class with little doubt."""
     task = ready(folder)
     counts = np.bincount(task.graph.labels()[task.graph.part("val")])
-
-    class Fixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias = nn.Parameter(F.one_hot(torch.tensor(int(counts.argmax())), 3).float())
-
-        def forward(self, x: Tensor, edges: Any) -> Tensor:
-            return self.bias.expand(len(edges[-1][0]) - 1, 3)
-
-    found = task.evaluate(Fixed())
+    found = task.evaluate(Majority(int(counts.argmax())))
     share = counts.max() / counts.sum()
     right, wrong = -torch.tensor([1.0, 0.0, 0.0]).log_softmax(0)[:2].double()
     assert found["accuracy"] == pytest.approx(share) == task.baselines()["majority_accuracy"]
@@ -212,27 +213,24 @@ def written(folder: Path, nodes: int) -> list[list[int]]:
     return [part.tolist() for part in np.split(neighbours, starts[1:-1])]
 
 
-class TestRows:
-    @pytest.mark.parametrize("undirected", [True, False])
-    @pytest.mark.parametrize("distinct", [True, False])
-    @pytest.mark.parametrize("memory", [2048, 1 << 30])
-    def test_equal_brute_force(
-        self, tmp_path: Path, undirected: bool, distinct: bool, memory: int
-    ) -> None:
-        """Also where memory holds a small part of the edges."""
-        nodes, draw = 5000, np.random.default_rng(0)
-        # Half of the edges lead to a few nodes next to each other, in one bucket.
-        sources, targets = draw.integers(nodes, size=(2, 4000))
-        targets[::2] = 700 + draw.integers(4, size=2000)
-        targets[:9] = sources[:9]
-        pieces = [(sources[at : at + 999], targets[at : at + 999]) for at in range(0, 4000, 999)]
-        count = write_rows(
-            tmp_path, pieces, nodes, undirected=undirected, distinct=distinct, memory=memory
-        )
-        expected = brute(sources, targets, nodes, undirected, distinct)
-        assert written(tmp_path, nodes) == expected
-        assert count == sum(map(len, expected))
-        assert {path.name for path in tmp_path.iterdir()} == {"starts.bin", "neighbours.bin"}
+@pytest.mark.parametrize("undirected", [True, False])
+@pytest.mark.parametrize("distinct", [True, False])
+@pytest.mark.parametrize("memory", [2048, 1 << 30])
+def test_rows_by_brute_force(tmp_path: Path, undirected: bool, distinct: bool, memory: int) -> None:
+    """Also where memory holds a small part of the edges."""
+    nodes, draw = 5000, np.random.default_rng(0)
+    # Half of the edges lead to a few nodes next to each other, in one bucket.
+    sources, targets = draw.integers(nodes, size=(2, 4000))
+    targets[::2] = 700 + draw.integers(4, size=2000)
+    targets[:9] = sources[:9]
+    pieces = [(sources[at : at + 999], targets[at : at + 999]) for at in range(0, 4000, 999)]
+    count = write_rows(
+        tmp_path, pieces, nodes, undirected=undirected, distinct=distinct, memory=memory
+    )
+    expected = brute(sources, targets, nodes, undirected, distinct)
+    assert written(tmp_path, nodes) == expected
+    assert count == sum(map(len, expected))
+    assert {path.name for path in tmp_path.iterdir()} == {"starts.bin", "neighbours.bin"}
 
 
 PACKAGE = {
@@ -299,104 +297,99 @@ class C:
 }
 
 
-class TestCalls:
-    def test_are_resolved(self) -> None:
-        program = Program("pack", PACKAGE)
-        names = [function.qualified for function in program.functions]
-        found: dict[str, set[str]] = {}
-        for caller, called in program.calls():
-            found.setdefault(names[caller], set()).add(names[called])
-        tool, base = "poly.tools.Tool", "core.base.Base"
-        assert found == {
-            f"{base}.__new__": {"core.base.helper"},
-            f"{base}.run": {"core.base.helper", f"{base}.step"},
-            f"{tool}.step": {"poly.other.far", f"{base}.step"},
-            f"{tool}.go": {f"{base}.run", f"{base}.__new__"},
-            # x.append is a list's, and four functions are called `many`
-            "poly.tools.use": {
-                "poly.other.rare",
-                "poly.tools.unique_elsewhere",
-                "core.base.helper",
-                f"{base}.__new__",
-            },
-            "poly.other.rare": {"poly.other.rare"},
-        }
-
-    def test_graph_of_a_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(calls, "FEWEST", 5)
-        meta = calls.fill(tmp_path, "pack", PACKAGE)
-        names = [function.qualified for function in Program("pack", PACKAGE).functions]
-        rows = written(tmp_path, len(names))
-        helper = names.index("core.base.helper")
-        callers = ["core.base.Base.__new__", "core.base.Base.run", "poly.tools.use"]
-        assert rows[helper] == [names.index(name) for name in callers]
-        assert rows[names.index("poly.tools.use")].count(helper) == 1  # called three times
-        assert rows[names.index("poly.other.rare")] == [names.index("poly.tools.use")]
-        assert meta["class_names"] == ["poly"]  # core has four functions
-        labels = np.fromfile(tmp_path / "labels.bin", np.int16)
-        assert [name for name, label in zip(names, labels, strict=True) if label < 0] == names[:4]
-        assert sum(meta["parts"].values()) == len(names) - 4
-
-    def test_features_are_hashed_words(self) -> None:
-        one = calls.features_of("Alpha")
-        # crc32(b"alpha") is 0xd0e0396a; its lowest seven bits are the place, its highest the sign.
-        assert np.flatnonzero(one).tolist() == [0x6A] and one[0x6A] == 1
-        mixed = calls.features_of("alphaBETA_alpha = return self.x")
-        assert np.isclose(np.linalg.norm(mixed), 1)
-        beta = calls.features_of("beta")
-        assert np.allclose(mixed, (2**0.5 * one + beta) / 3**0.5)
-        assert not calls.features_of("x = 1").any()
-
-    def test_features_do_not_name_the_package(self, tmp_path: Path) -> None:
-        """Another package of another name, which imports other things, has the same features."""
-        rows = []
-        for name, imported in (("poly", "sympy.poly.tools"), ("core", "sympy.core.base")):
-            text = (
-                f"from {imported} import everything\n"
-                "def f(x):\n"
-                f"    from {imported} import (thing,\n        {name}_other)\n"
-                f'    """See {imported}.\n\n    >>> from {imported} import this\n    """\n'
-                "    return thing(x)\n"
-            )
-            folder = tmp_path / name
-            folder.mkdir()
-            calls.fill(folder, "pack", {f"{name}/m.py": text})
-            rows.append(np.fromfile(folder / "features.bin", np.float32))
-        assert rows[0].any() and (rows[0] == rows[1]).all()
+def test_calls_are_resolved() -> None:
+    program = Program("pack", PACKAGE)
+    names = [function.qualified for function in program.functions]
+    found: dict[str, set[str]] = {}
+    for caller, called in program.calls():
+        found.setdefault(names[caller], set()).add(names[called])
+    tool, base = "poly.tools.Tool", "core.base.Base"
+    assert found == {
+        f"{base}.__new__": {"core.base.helper"},
+        f"{base}.run": {"core.base.helper", f"{base}.step"},
+        f"{tool}.step": {"poly.other.far", f"{base}.step"},
+        f"{tool}.go": {f"{base}.run", f"{base}.__new__"},
+        # x.append is a list's, and four functions are called `many`
+        "poly.tools.use": {
+            *("poly.other.rare", "poly.tools.unique_elsewhere"),
+            *("core.base.helper", f"{base}.__new__"),
+        },
+        "poly.other.rare": {"poly.other.rare"},
+    }
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> GraphFolder:
-    folder = tmp_path_factory.mktemp("generated") / "graph"
-    return generated.generate(folder, 20_000, 32, 8, 15, seed=0)
+def test_graph_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "FEWEST", 5)
+    meta = calls.fill(tmp_path, "pack", PACKAGE)
+    names = [function.qualified for function in Program("pack", PACKAGE).functions]
+    rows = written(tmp_path, len(names))
+    helper = names.index("core.base.helper")
+    callers = ["core.base.Base.__new__", "core.base.Base.run", "poly.tools.use"]
+    assert rows[helper] == [names.index(name) for name in callers]
+    assert rows[names.index("poly.tools.use")].count(helper) == 1  # called three times
+    assert rows[names.index("poly.other.rare")] == [names.index("poly.tools.use")]
+    assert meta["class_names"] == ["poly"]  # core has four functions
+    labels = np.fromfile(tmp_path / "labels.bin", np.int16)
+    assert [name for name, label in zip(names, labels, strict=True) if label < 0] == names[:4]
+    assert sum(meta["parts"].values()) == len(names) - 4
 
 
-class TestGenerated:
-    def test_is_a_graph_of_its_rule(self, whole: GraphFolder) -> None:
-        assert not list(faults(whole.folder))
-        assert (whole.num_nodes, whole.num_features, whole.num_classes) == (20_000, 32, 8)
-        degrees = np.diff(whole.starts())
-        assert 14 < degrees.mean() <= 15 and degrees.min() > 0
-        assert degrees.max() > 30 * degrees.mean()
-        # A tail with exponent 2.5 leaves a share of x^-1.5 above x.
-        beyond = [(degrees > limit).mean() for limit in (40, 160)]
-        assert 4 < beyond[0] / beyond[1] < 16
-        chosen = [whole.part(name) for name in PARTS]
-        assert list(map(len, chosen)) == [2000, 400, 400]
-        labelled = np.flatnonzero(whole.labels() >= 0)
-        assert sorted(np.concatenate(chosen)) == sorted(labelled)
+def test_features_are_hashed_words() -> None:
+    one = calls.features_of("Alpha")
+    # crc32(b"alpha") is 0xd0e0396a; its lowest seven bits are the place, its highest the sign.
+    assert np.flatnonzero(one).tolist() == [0x6A] and one[0x6A] == 1
+    mixed = calls.features_of("alphaBETA_alpha = return self.x")
+    assert np.isclose(np.linalg.norm(mixed), 1)
+    beta = calls.features_of("beta")
+    assert np.allclose(mixed, (2**0.5 * one + beta) / 3**0.5)
+    assert not calls.features_of("x = 1").any()
 
-    def test_neighbours_are_of_a_class(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(generated, "_SHARES", {"train": 2, "val": 4, "test": 4})
-        whole = generated.generate(tmp_path / "labelled", 20_000, 32, 8, 15, seed=0)
-        labels = whole.labels()
-        assert labels.min() == 0 and np.bincount(labels).tolist() == [2500] * 8
-        owners = np.repeat(np.arange(whole.num_nodes), np.diff(whole.starts()))
-        same = (labels[owners] == labels[whole.neighbours()]).mean()
-        assert abs(same - (0.7 + 0.3 / 8)) < 0.02
-        # The number of a node tells neither class nor degree.
-        ids = np.arange(whole.num_nodes)
-        assert abs(np.corrcoef(ids, labels)[0, 1]) < 0.03
-        assert abs(np.corrcoef(ids, np.diff(whole.starts()))[0, 1]) < 0.03
+
+def test_features_do_not_name_the_package(tmp_path: Path) -> None:
+    """Another package of another name, which imports other things, has the same features."""
+    rows = []
+    for name, imported in (("poly", "sympy.poly.tools"), ("core", "sympy.core.base")):
+        text = (
+            f"from {imported} import everything\n"
+            "def f(x):\n"
+            f"    from {imported} import (thing,\n        {name}_other)\n"
+            f'    """See {imported}.\n\n    >>> from {imported} import this\n    """\n'
+            "    return thing(x)\n"
+        )
+        folder = tmp_path / name
+        folder.mkdir()
+        calls.fill(folder, "pack", {f"{name}/m.py": text})
+        rows.append(np.fromfile(folder / "features.bin", np.float32))
+    assert rows[0].any() and (rows[0] == rows[1]).all()
+
+
+def test_a_generated_graph_is_of_its_rule(tmp_path: Path) -> None:
+    whole = generated.generate(tmp_path / "graph", 20_000, 32, 8, 15, seed=0)
+    assert not list(faults(whole.folder))
+    assert (whole.num_nodes, whole.num_features, whole.num_classes) == (20_000, 32, 8)
+    degrees = np.diff(whole.starts())
+    assert 14 < degrees.mean() <= 15 and degrees.min() > 0
+    assert degrees.max() > 30 * degrees.mean()
+    # A tail with exponent 2.5 leaves a share of x^-1.5 above x.
+    beyond = [(degrees > limit).mean() for limit in (40, 160)]
+    assert 4 < beyond[0] / beyond[1] < 16
+    chosen = [whole.part(name) for name in PARTS]
+    assert list(map(len, chosen)) == [2000, 400, 400]
+    labelled = np.flatnonzero(whole.labels() >= 0)
+    assert sorted(np.concatenate(chosen)) == sorted(labelled)
+
+
+def test_neighbours_in_a_generated_graph_are_of_a_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generated, "_SHARES", {"train": 2, "val": 4, "test": 4})
+    whole = generated.generate(tmp_path / "labelled", 20_000, 32, 8, 15, seed=0)
+    labels = whole.labels()
+    assert labels.min() == 0 and np.bincount(labels).tolist() == [2500] * 8
+    owners = np.repeat(np.arange(whole.num_nodes), np.diff(whole.starts()))
+    same = (labels[owners] == labels[whole.neighbours()]).mean()
+    assert abs(same - (0.7 + 0.3 / 8)) < 0.02
+    # The number of a node tells neither class nor degree.
+    ids = np.arange(whole.num_nodes)
+    assert abs(np.corrcoef(ids, labels)[0, 1]) < 0.03
+    assert abs(np.corrcoef(ids, np.diff(whole.starts()))[0, 1]) < 0.03

@@ -23,7 +23,7 @@ from tasks.graph.direct import PAGE, DirectFile, Readers, read_rows
 from tasks.graph.folder import GraphFolder
 from tasks.graph.graph import Graph
 from tasks.graph.stores import StoreName
-from tests.tasks import random_graph
+from tests.tasks import build, random_graph
 from tests.tasks.build import built, refusal
 
 NODES, ROW = 300, 24
@@ -41,7 +41,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> GraphFolder:
 def make(graph: GraphFolder, tmp_path: Path) -> Callable[..., Graph]:
     """A task on the small graph, whose plans are in a folder of this test."""
 
-    def build(store: str = "memory", steps: int = 20, seed: int = 0, **config: Any) -> Graph:
+    def made(store: str = "memory", steps: int = 20, seed: int = 0, **config: Any) -> Graph:
         given = {"plan": 7, "segment": 3, "host_mb": 2 * KIB, "hidden": 8, "fanout": [3, 4]}
         return built(
             "graph",
@@ -56,18 +56,15 @@ def make(graph: GraphFolder, tmp_path: Path) -> Callable[..., Graph]:
             **{**given, **config},
         )
 
-    return build
+    return made
 
 
-def mesh(worker: int = 0, **given: Any) -> Mesh:
-    return Mesh(worker, 2, torch.device("cpu"), **given)
+def mesh(worker: int = 0) -> Mesh:
+    return build.mesh(worker, 2)
 
 
 def drawn(task: Graph, number: int, start: int = 0, worker: int = 0) -> list[Batch]:
-    batches = task.batches(mesh(worker), start)
-    found = list(islice(batches, number))
-    batches.close()
-    return found
+    return build.drawn(task, number, start, mesh(worker))
 
 
 def features(batch: Batch) -> torch.Tensor:
@@ -130,9 +127,7 @@ def test_workers_come_and_go(make: Callable[..., Graph], store: str) -> None:
     alone = Mesh(0, 1, torch.device("cpu"), stretches=((0, 2), (3, 1)))
     train = task.graph.part("train")
     left = (len(train) - 6 * BATCH) // BATCH
-    batches = task.batches(alone, 3)
-    after = list(islice(batches, left))
-    batches.close()
+    after = build.drawn(task, left, 3, alone)
     seen = [node for batch in before + after for node in nodes(task, batch)[:BATCH]]
     assert len(seen) == (6 + left) * BATCH == len(set(seen)) and set(seen) <= set(train.tolist())
 

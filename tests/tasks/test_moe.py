@@ -6,8 +6,7 @@ What all tasks must do is in test_contract.py.
 """
 
 import math
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -24,14 +23,13 @@ from torch.distributed import _symmetric_memory as symm_mem
 
 import tasks.moe.moe as task_module
 from co2.config import Strategy
-from co2.errors import ConfigError
 from tasks.moe.experts import EXPERTS as EXPERT_WEIGHTS
 from tasks.moe.experts import Exchange, Experts, Kernel, balance_loss, z_loss
 from tasks.moe.moe import SHAPES, MoE, Size, mixtures
 from tasks.moe.symmetric_exchange import check_numbers, symmetric
 from tasks.moe.token_exchange import Traffic, bulk, tiled
 from tasks.text.causal import CorpusName
-from tests.tasks.build import mesh, moe, num_parameters
+from tests.tasks.build import mesh, moe, num_parameters, refusal
 from tests.workers import everybody, replicas
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 6, 10, 5, 23
@@ -76,21 +74,22 @@ def written(made: Experts, x: Tensor, most: float) -> Tensor:
     return torch.stack(out)
 
 
+def with_gradients(out: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """What was made of the inputs, and gradients of a loss in which every element differs."""
+    return [out.detach(), *torch.autograd.grad((out * (1 + out.detach())).sum(), inputs)]
+
+
 @pytest.mark.parametrize("active", [1, 2, 3])
 @pytest.mark.parametrize("capacity", [None, 0.3, 1.0, 9.0])
 def test_equals_what_is_written_token_by_token(active: int, capacity: float | None) -> None:
     """Values and all gradients."""
     made = layer(active, capacity=capacity)
     most = math.inf if capacity is None else math.ceil(capacity * active * TOKENS / EXPERTS)
-    weights = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
     found = []
     for act in (made, lambda x: written(made, x, most)):
         x = tokens().requires_grad_()
-        out = act(x)
-        inputs = [x, *made.parameters()]
-        found.append((out, *torch.autograd.grad((out * weights).sum(), inputs)))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+        found.append(with_gradients(act(x), [x, *made.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
     dropped = made.routing.wanted - made.routing.counts
     assert (dropped > 0).any() == (capacity in (0.3, 1.0))
     assert made.routing.wanted.sum() == active * TOKENS
@@ -118,19 +117,7 @@ def test_compiled_code_computes_the_same_bits(bf16: bool, capacity: float | None
     assert (found[0][3] == 0).sum() == 3
     same = [torch.equal(one, other) for one, other in zip(*found, strict=True)]
     assert all(same[:-2] if bf16 else same)
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=0.1, atol=0.1)
-
-
-@pytest.mark.parametrize("capacity", [None, 0.6])
-def test_experts_do_not_break_the_graph(
-    root: Path, text_file: Path, capacity: float | None
-) -> None:
-    """Which how many tokens an expert has, or leaves out, would do in every layer."""
-    small = moe(root, text_file, context=8, vocab_size=300, layers=2, capacity=capacity)
-    torch._dynamo.reset()
-    found = torch._dynamo.explain(small.model())(torch.zeros(2, 8, dtype=torch.int64))
-    assert (found.graph_count, found.graph_break_count) == (1, 0)
+    torch.testing.assert_close(*found, rtol=0.1, atol=0.1)
 
 
 def test_a_shared_expert_sees_every_token() -> None:
@@ -155,8 +142,8 @@ def test_losses_of_the_gate() -> None:
     made(tokens())
     assert torch.autograd.grad(made.losses[0], made.gate.weight)[0].any(), "the gate learns of it"
     assert z_loss(torch.full((8, 4), 1.5)).item() == pytest.approx((1.5 + math.log(4)) ** 2)
-    with pytest.raises(ConfigError, match="active=9: must not be above the 8 experts of size=smok"):
-        moe(Path("unused"), active=9)
+    line = refusal(lambda: moe(Path("unused"), active=9))
+    assert line.startswith("active=9: must not be above the 8 experts of size=smoke")
 
 
 def test_autocast_leaves_the_gate_in_fp32() -> None:
@@ -185,8 +172,7 @@ def test_a_grouped_product_is_the_loop(
         x = (x if favourite is None else x.abs()).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             out = made(x)
-        inputs = [x, *made.parameters()]
-        found.append((out, *torch.autograd.grad((out * (1 + out.detach())).sum(), inputs)))
+        found.append(with_gradients(out, [x, *made.parameters()]))
     for one, other in zip(*found, strict=True):
         close = (3e-2 if bf16 else 1e-5) * one.abs().max().item()
         torch.testing.assert_close(one, other, rtol=0, atol=close)
@@ -220,11 +206,9 @@ def test_divided_over_workers(
         losses = torch.stack(made.losses).detach()
         results.append((grads[1], losses, out.detach(), grads[0], *grads[2:]))
     (gate, losses, *others), (own_gate, own_losses, *parts) = results
-    close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
-    close(sum(everybody(own_gate)), gate)
-    close(sum(everybody(own_losses)) / world, losses)
-    for part, one in zip(parts, others, strict=True):
-        close(part, one.chunk(world)[rank])
+    found = sum(everybody(own_gate)), sum(everybody(own_losses)) / world, *parts
+    expected = gate, losses, *(one.chunk(world)[rank] for one in others)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     assert (whole.routing.wanted != whole.routing.counts).any() == (capacity is not None)
 
 
@@ -265,9 +249,8 @@ def test_loss(task: MoE) -> None:
     model = task.model()
     batch = next(task.batches(mesh(), 0))
     loss = task.loss(model, batch)
-    expected = nn.functional.cross_entropy(
-        task.logits(model, batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
-    )
+    logits = task.logits(model, batch[:, :-1]).flatten(0, 1)
+    expected = F.cross_entropy(logits, batch[:, 1:].flatten())
     for layer in mixtures(model):
         balance, z = layer.losses
         expected = expected + 0.01 * balance + 0.001 * z
@@ -345,12 +328,7 @@ def put(out: Tensor, places: Tensor, groups: list[list[Tensor]], align: int | No
 
 
 def dispatch(
-    rows: Tensor,
-    out: Tensor,
-    numbers: Tensor,
-    places: Tensor,
-    group_name: str,
-    major_align: int | None = None,
+    rows: Tensor, out: Tensor, numbers: Tensor, places: Tensor, _: str, align: int | None = None
 ) -> None:
     """From the order of workers to that of experts."""
     world, me = dist.get_world_size(), dist.get_rank()
@@ -358,7 +336,7 @@ def dispatch(
     first = torch.tensor([0, *accumulate(numbers.tolist())][:-1])
     sent = everybody(parts(rows, numbers, first))
     groups = [[sent[a][me * own + e] for a in range(world)] for e in range(own)]
-    put(out, places, groups, 1 if major_align is None else major_align)
+    put(out, places, groups, align or 1)
 
 
 def combine(rows: Tensor, out: Tensor, sources: Tensor, places: Tensor, group_name: str) -> None:
@@ -423,7 +401,6 @@ def test_symmetric_memory_equals_tiles(rank: int, world: int, experts: int) -> N
     documentation says of them, and fill with NaN what they leave unsaid.
     """
     group = dist.group.WORLD
-    assert group is not None
     with kernels():
         for seed, most in enumerate((7, 2, 30, 0)):  # the third needs more memory
             counts, traffic, other = counts_of(world, experts, seed, most), Traffic(), Traffic()
@@ -436,13 +413,9 @@ def test_symmetric_memory_equals_tiles(rank: int, world: int, experts: int) -> N
                 symmetric(rows, counts, partial(computed, weights), group, traffic),
                 tiled(rows, counts, tuple(weights), group, other, 4),
             )
-            results = []
-            for out in ways:
-                loss = (out * (1 + out.detach())).sum()
-                results.append((out.detach(), *torch.autograd.grad(loss, [rows, *weights])))
-            for mine, theirs in zip(*results, strict=True):
-                assert mine.isfinite().all()
-                torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+            results = [with_gradients(out, [rows, *weights]) for out in ways]
+            assert all(mine.isfinite().all() for mine in results[0])
+            torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
             totals = traffic.totals().comm
             assert totals.comm_s == totals.exposed_s > 0
             assert totals.bytes_sent == other.totals().comm.bytes_sent
@@ -450,47 +423,40 @@ def test_symmetric_memory_equals_tiles(rank: int, world: int, experts: int) -> N
 
 @replicas(2)
 def test_experts_that_cannot_be_divided() -> None:
-    for made, line in (
-        (layer(1, experts=4, kernel=Kernel.fused), "moe.kernel=fused: needs all experts on each w"),
-        (layer(1, experts=5), "mesh.replica_size=2: must divide the 5 experts"),
-    ):
-        with pytest.raises(ConfigError, match=f"^{re.escape(line)}"):
-            made.divide(dist.group.WORLD)
+    fused, odd = layer(1, experts=4, kernel=Kernel.fused), layer(1, experts=5)
+    line = refusal(lambda: fused.divide(dist.group.WORLD))
+    assert line.startswith("moe.kernel=fused: needs all experts on each w")
+    line = refusal(lambda: odd.divide(dist.group.WORLD))
+    assert line.startswith("mesh.replica_size=2: must divide the 5 experts")
 
 
 @pytest.mark.parametrize(
-    ("config", "refusal"),
+    ("config", "says"),
     [
         ({"kernel": Kernel.fused}, "moe.kernel=fused: needs a GPU of compute capability 8.0 "),
         ({"exchange": Exchange.symmetric}, "moe.exchange=symmetric: needs a PyTorch with NVSH"),
         ({"kernel": Kernel.grouped}, "train.compile=true: this PyTorch compiles "),
     ],
 )
-def test_what_a_gpu_or_its_pytorch_lacks(config: dict[str, Any], refusal: str) -> None:
+def test_what_a_gpu_or_its_pytorch_lacks(config: dict[str, Any], says: str) -> None:
     """As if there were an old GPU, with a PyTorch without NVSHMEM that compiles grouped GEMMs in
     bf16 alone, which shows before it knows that they take fp32."""
     task = moe(Path("unused"), **config)
     task.train.compile = config.get("kernel") is Kernel.grouped
     old = {"get_device_capability": lambda _: (7, 5), "is_initialized": lambda: True}
+    strategy = Strategy.ep if "exchange" in config else Strategy.ddp
     with (
         patch.multiple(torch.cuda, **old),
         patch.object(task_module, "nvshmem_available", lambda: False),
         patch.object(F, "grouped_mm", side_effect=RuntimeError("Expected inputs of BF16 type")),
-        pytest.raises(ConfigError, match=rf"^{refusal}"),
     ):
-        task.check_place(
-            torch.device("cuda"), Strategy.ep if "exchange" in config else Strategy.ddp
-        )
+        line = refusal(lambda: task.check_place(torch.device("cuda"), strategy))
+    assert line.startswith(says)
 
 
-@pytest.mark.parametrize(
-    ("workers", "experts", "line"),
-    [
-        (32, 64, "mesh.replica_size=32: moe.exchange=symmetric serves at most 16 workers; use til"),
-        (2, 64, "moe.exchange=symmetric: a worker would have 32 experts, at most 16 can be served"),
-    ],
-)
-def test_what_the_kernels_cannot_serve(workers: int, experts: int, line: str) -> None:
+def test_what_the_kernels_cannot_serve() -> None:
     check_numbers(16, 256)
-    with pytest.raises(ConfigError, match=f"^{re.escape(line)}"):
-        check_numbers(workers, experts)
+    line = refusal(lambda: check_numbers(32, 64))
+    assert line.startswith("mesh.replica_size=32: moe.exchange=symmetric serves at most 16 workers")
+    line = refusal(lambda: check_numbers(2, 64))
+    assert line.startswith("moe.exchange=symmetric: a worker would have 32 experts, at most 16")

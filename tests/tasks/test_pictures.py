@@ -6,7 +6,6 @@ What all tasks must do is in test_contract.py.
 
 import os
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +35,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree(tmp_path_factory.mktemp("tree"))
 
 
-@pytest.fixture
-def copy(folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(folder, tmp_path / "tree"))
-
-
 def opened(folder: Path) -> ImageFolder:
     return ImageFolder(folder, "data.path", "tree")
 
 
-def test_pictures_and_labels_are_those_of_torchvision(copy: Path) -> None:
+def test_pictures_and_labels_are_those_of_torchvision(tmp_path: Path) -> None:
     """Whatever a name says of a picture's kind: ImageNet has a PNG among its JPEGs."""
+    copy = tree(tmp_path / "tree")
     deeper = copy / "train" / "red" / "a" / "b"
     deeper.mkdir(parents=True)
     kinds = [("L", "JPEG"), ("CMYK", "JPEG"), ("P", "PNG"), ("RGBA", "PNG"), ("RGB", "WEBP")]
@@ -59,10 +54,8 @@ def test_pictures_and_labels_are_those_of_torchvision(copy: Path) -> None:
     (copy / "val" / "red" / ".x.jpg").write_text("passed by")
     images = opened(copy)
     assert images.classes == sorted(COLOURS) and images.num_classes == 3
-    assert {part: list(counts) for part, counts in images.counts.items()} == {
-        "train": [8, 13, 8],
-        "val": [5, 5, 5],
-    }
+    counts = {part: list(own) for part, own in images.counts.items()}
+    assert counts == {"train": [8, 13, 8], "val": [5, 5, 5]}
     reference = Reference(str(copy / "train"))
     found = {}
     for index in range(29):
@@ -159,9 +152,8 @@ def test_rand_augment_is_timms(photo: torch.Tensor) -> None:
     """With the arguments that timm's create_transform makes of DeiT's; global generators stay."""
     from timm.data import create_transform
 
-    made = create_transform(
-        60, is_training=True, auto_augment="rand-m9-mstd0.5-inc1", interpolation="bicubic"
-    )
+    how = {"auto_augment": "rand-m9-mstd0.5-inc1", "interpolation": "bicubic"}
+    made = create_transform(60, is_training=True, **how)
     (theirs,) = (t for t in made.transforms if type(t).__name__ == "RandAugment")
     for operation in theirs.ops:
         operation.magnitude_max = 9.99 if operation.name.startswith("Posterize") else None

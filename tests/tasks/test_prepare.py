@@ -27,30 +27,11 @@ from tasks.prepare.__main__ import main
 from tasks.prepare.documents import validates
 from tasks.text.store import open_store
 from tests.tasks import small_glue
+from tests.tasks import small_sets as small
 from tests.tasks.build import documents, mesh, refusal
 from tests.tasks.conftest import Refused
 from tests.tasks.pictures import task, tree
-from tests.tasks.small_sets import (
-    ARTICLES,
-    CLASSES,
-    CLOTHES,
-    DOCUMENTS,
-    LISTS,
-    NUMBERS,
-    ROBERTA_FIRST,
-    SENTENCES,
-    TRUTH,
-    Given,
-    byte_tokenizer,
-    clothes,
-    clouds,
-    jpeg,
-    npy,
-    rolled,
-    scenes,
-    shapenet55,
-    zipped,
-)
+from tests.tasks.small_sets import CLASSES, LISTS, ROBERTA_FIRST, Given, byte_tokenizer, clouds
 from tests.tasks.test_prepare_contract import command, cut, disturbed, files, prepared
 
 Spoil = Callable[[Path], object]
@@ -159,13 +140,11 @@ def test_refused_in_one_line(
     byte_tokenizer(Path("shuffled.json"), ["<pad>", "<s>", "</s>", "<unk>"], ["<mask>"])
     Path("other").mkdir()
     Path("other", "rows.jsonl").write_text('{"title": "x"}\n')
-    zipped(Path("one.zip"), [(f"{FOLDER}/images/training/a.jpg", b"x")])
-    zipped(Path("bare.zip"), clouds().items())
-    zipped(Path("short.zip"), [*list(clouds().items())[1:], *LISTS.items()])
-    assert (
-        says in refused([*given.options, *extra, "--root", "root"])
-        and not Path("root", given.made).exists()
-    )
+    small.zipped(Path("one.zip"), [(f"{FOLDER}/images/training/a.jpg", b"x")])
+    small.zipped(Path("bare.zip"), clouds().items())
+    small.zipped(Path("short.zip"), [*list(clouds().items())[1:], *LISTS.items()])
+    assert says in refused([*given.options, *extra, "--root", "root"])
+    assert not Path("root", given.made).exists()
 
 
 @of("ade20k")
@@ -180,9 +159,8 @@ def test_what_leads_elsewhere(given: Given, tmp_path: Path, place: str, refused:
     with zipfile.ZipFile(given.files[0], "a") as file:
         file.writestr(entry, "/etc/passwd")
     before = set(tmp_path.rglob("*"))
-    assert "leads elsewhere; it is not ADE20K's archive" in refused(
-        command(given, tmp_path / "root")
-    )
+    line = refused(command(given, tmp_path / "root"))
+    assert "leads elsewhere; it is not ADE20K's archive" in line
     assert set(tmp_path.rglob("*")) == before
 
 
@@ -210,10 +188,7 @@ def served(given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @of("ade20k")
 def test_the_whole_way_over_http(
-    given: Given,
-    served: Path,
-    tmp_path: Path,
-    refused: Refused,
+    given: Given, served: Path, tmp_path: Path, refused: Refused
 ) -> None:
     """One that fails is one line, and nothing is left."""
     root, content = tmp_path / "root", served.read_bytes()
@@ -241,13 +216,13 @@ def test_the_whole_way_over_http(
 def test_every_image_keeps_its_label(given: Given, tmp_path: Path) -> None:
     made = prepared(given, tmp_path / "root")
     own = task("resnet50", made, batch_size=16, flip=True, num_workers=1)
-    assert own.num_classes == 10 and own.fingerprint()["num_samples"] == CLOTHES
+    assert own.num_classes == 10 and own.fingerprint()["num_samples"] == small.CLOTHES
     seen = []
     for images, labels in islice(own.batches(mesh(), 0), 5):  # an epoch
         assert images.shape == (16, 3, 28, 28)
         assert (images.float().mean((1, 2, 3)) // 20).tolist() == labels.tolist()
         seen += labels.tolist()
-    assert sorted(seen) == sorted(clothes()["train"][1].tolist())
+    assert sorted(seen) == sorted(small.clothes()["train"][1].tolist())
 
 
 @pytest.mark.parametrize(
@@ -281,13 +256,13 @@ def test_archives_become_a_tree(
     sums = {part: (name, "another") for part, (name, _) in imagenet.ARCHIVES.items()}
     monkeypatch.setattr(imagenet, "ARCHIVES", sums)
     expected = {
-        f"train/{name}/{name}_{n}.JPEG": jpeg(10 * label + n)
+        f"train/{name}/{name}_{n}.JPEG": small.jpeg(10 * label + n)
         for label, name in enumerate(CLASSES)
         for n in range(4)
     }
-    for number, truth in enumerate(TRUTH, start=1):
+    for number, truth in enumerate(small.TRUTH, start=1):
         name = f"ILSVRC2012_val_{number:08d}.JPEG"
-        expected[f"val/{NUMBERS[truth]}/{name}"] = jpeg(100 + number)
+        expected[f"val/{small.NUMBERS[truth]}/{name}"] = small.jpeg(100 + number)
     assert files(prepared(given, root)) == expected
 
 
@@ -314,7 +289,7 @@ def test_all_tasks_of_glue_are_written(tmp_path: Path, as_saved: bool) -> None:
 
 @of("shapenet")
 def test_a_tar_and_lists_beside_it(given: Given, tmp_path: Path) -> None:
-    archive = rolled(tmp_path / "clouds.tar.gz", clouds().items())
+    archive = small.rolled(tmp_path / "clouds.tar.gz", clouds().items())
     lists = tmp_path / "lists"
     lists.mkdir()
     for place, content in LISTS.items():
@@ -330,8 +305,9 @@ def test_a_tar_and_lists_beside_it(given: Given, tmp_path: Path) -> None:
 def test_nothing_lands_elsewhere(given: Given, tmp_path: Path) -> None:
     """Whatever the names in an archive, only their last part counts, and only of two kinds."""
     (archive,) = given.files
-    evil = {"../../evil.npy": npy(1), "/abs/evil2.npy": npy(2), "a/run.sh": b"x", "train.txt": b"x"}
-    zipped(archive, (clouds() | LISTS | evil).items())
+    evil = {"../../evil.npy": small.npy(1), "/abs/evil2.npy": small.npy(2), "a/run.sh": b"x"}
+    evil["train.txt"] = b"x"
+    small.zipped(archive, (clouds() | LISTS | evil).items())
     folder = prepared(given, tmp_path / "in" / "data")
     made = files(tmp_path)
     inside = {name for name in made if (tmp_path / name).is_relative_to(folder)}
@@ -369,8 +345,8 @@ def test_every_picture_is_verified(tmp_path: Path, capfd: pytest.CaptureFixture[
 
 def test_any_number_of_samples_is_sound(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Data of one's own have as many as they have."""
-    own = shapenet55(tmp_path / "clouds", train=2, test=1, points=1024)
-    pictures = scenes(tmp_path / "scenes")
+    own = small.shapenet55(tmp_path / "clouds", train=2, test=1, points=1024)
+    pictures = small.scenes(tmp_path / "scenes")
     tables = small_glue.write(tmp_path / "glue")
     for name, folder in (("shapenet", own), ("ade20k", pictures), ("glue", tables)):
         assert verified(capfd, 0, name, folder) == [f"{folder}: sound"]
@@ -392,12 +368,12 @@ def test_texts_are_verified(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert as_a_store == f"{folder}/meta.json: is missing"
 
 
-JOINED = ["\n".join(SENTENCES[start : start + 10]) for start in range(0, 95, 10)]
+JOINED = ["\n".join(small.SENTENCES[start : start + 10]) for start in range(0, 95, 10)]
 
 
 @pytest.mark.parametrize(
     ("name", "share", "whole"),
-    [("openwebtext", 0.1, DOCUMENTS), ("wikibooks", 0.2, [*ARTICLES, *JOINED])],
+    [("openwebtext", 0.1, small.DOCUMENTS), ("wikibooks", 0.2, [*small.ARTICLES, *JOINED])],
 )
 def test_documents_come_out_as_they_went_in(
     given: Given, tmp_path: Path, share: float, whole: list[str]
@@ -405,7 +381,6 @@ def test_documents_come_out_as_they_went_in(
     """Each in one part; blank ones are left out. Although some spell special tokens out, no text
     becomes one."""
     store = open_store(prepared(given, tmp_path / "root"))
-    assert store is not None
     expected: dict[str, list[str]] = {"train": [], "val": []}
     for index, text in enumerate(whole):
         if text.strip():
@@ -433,9 +408,8 @@ def test_what_was_begun_is_gone_on_with_as_it_was(
     root = tmp_path / "root"
     words = command(given, root)
     assert disturbed(words, root, 20, "stopped")[0] == 130
-    assert "was made with num_shards=6; keep to it or delete it" in refused(
-        [*words, "--shards", "7"]
-    )
+    line = refused([*words, "--shards", "7"])
+    assert "was made with num_shards=6; keep to it or delete it" in line
     assert main(words) == 0
     assert main([*words, "--val-share", "0.3"]) == 2
     at = words.index("--sentences")
@@ -461,7 +435,6 @@ def test_the_hub_is_asked_by_name_and_configuration(
         ("bookcorpus/bookcorpus", None, "train"),
     ]
     store = open_store(tmp_path / "wikibooks")
-    assert store is not None
     assert store.meta["num_documents"] == 41  # 40 articles, 40 sentences in one
 
 

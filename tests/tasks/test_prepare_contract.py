@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from itertools import islice
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,19 @@ import pytest
 from co2.errors import ConfigError
 from tasks.prepare.__main__ import SETS, main
 from tests.grids import nonempty
-from tests.tasks.build import mesh
+from tests.tasks.build import drawn
 from tests.tasks.conftest import Refused
 from tests.tasks.small_sets import GIVEN, Given
 
-every_set = pytest.mark.parametrize("name", nonempty(GIVEN))
+
+@pytest.fixture(params=GIVEN)
+def name(request: pytest.FixtureRequest) -> str:
+    """Every set."""
+    return request.param
 
 
 def test_every_set_has_a_source() -> None:
-    assert {name.split()[0] for name in GIVEN} == set(SETS)
+    assert {name.split()[0] for name in GIVEN} == set(nonempty(SETS))
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -50,7 +54,6 @@ def prepared(given: Given, root: Path) -> Path:
     return root / given.made
 
 
-@every_set
 def test_the_task_trains_on_it(
     given: Given, tmp_path: Path, text_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,11 +68,10 @@ def test_the_task_trains_on_it(
     task = given.task(root, text_file)
     task.setup(1)
     assert task.fingerprint()
-    (batch,) = islice(task.batches(mesh(), 0), 1)
+    (batch,) = drawn(task)
     assert task.loss(task.model(), batch).isfinite()
 
 
-@every_set
 def test_the_task_says_how_to_make_it(given: Given, tmp_path: Path, text_file: Path) -> None:
     """In one line, before anything is written."""
     root = tmp_path / "root"
@@ -80,7 +82,6 @@ def test_the_task_says_how_to_make_it(given: Given, tmp_path: Path, text_file: P
     assert "\n" not in line and not (root / given.made).exists()
 
 
-@every_set
 def test_run_twice_it_does_nothing(given: Given, tmp_path: Path) -> None:
     root = tmp_path / "root"
     assert main(command(given, root)) == 0
@@ -150,17 +151,14 @@ def disturbed(words: list[str], root: Path, at: int, how: str) -> tuple[int, int
     except EOFError:
         changes = 0
     process.join()
-    assert process.exitcode is not None
     return process.exitcode, changes
 
 
 STATUS = {"killed": -signal.SIGKILL, "stopped": 130, "full": 2}
 
 
-@every_set
-@pytest.mark.parametrize("how", STATUS)
 def test_disturbed_it_is_gone_on_with(
-    given: Given, tmp_path: Path, how: str, capfd: pytest.CaptureFixture[str]
+    given: Given, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Early, amid its work and at its end. What is in place then is whole, and the next run ends
     with what an undisturbed one makes."""
@@ -168,7 +166,7 @@ def test_disturbed_it_is_gone_on_with(
     status, changes = disturbed(command(given, whole), whole, 0, "watched")
     assert status == 0 and changes >= 3
     expected = files(whole / given.made)
-    for at in (2, changes // 2, changes):
+    for how, at in product(STATUS, (2, changes // 2, changes)):
         root = tmp_path / f"{how}{at}"
         capfd.readouterr()
         assert disturbed(command(given, root), root, at, how)[0] == STATUS[how]
@@ -196,7 +194,6 @@ def remove(file: Path) -> None:
         part.unlink()
 
 
-@every_set
 @pytest.mark.parametrize("damage", [cut, remove])
 def test_a_damaged_source_is_one_line(
     given: Given, tmp_path: Path, damage: Callable[[Path], None], refused: Refused
@@ -215,7 +212,6 @@ def test_a_damaged_source_is_one_line(
     assert files(prepared(given, root)) == expected
 
 
-@every_set
 def test_a_root_that_cannot_be_written(given: Given, tmp_path: Path, refused: Refused) -> None:
     """It is told before the work, where a source may take hours to load."""
     root = tmp_path / "root"
@@ -234,7 +230,6 @@ def changed(file: Path) -> None:
     file.write_bytes(content)
 
 
-@every_set
 def test_damage_is_found(
     given: Given, tmp_path: Path, refused: Refused, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,14 +31,7 @@ from tasks.text.masking import IGNORED, Masking, Vocabulary, masked
 from tasks.text.roberta import CorpusName, Size, roberta_ids
 from tasks.text.text import windows
 from tests.tasks import small_glue
-from tests.tasks.build import (
-    built,
-    mesh,
-    num_parameters,
-    roberta,
-    sampler,
-    text_of,
-)
+from tests.tasks.build import built, mesh, num_parameters, roberta, sampler, text_of
 from tests.tasks.conftest import story
 
 WORDS = Vocabulary(1000)
@@ -264,10 +257,8 @@ def test_rows() -> None:
     assert rows[0].tolist() == [0, 24, 25, 26, 27, 2, 2, 34, 35, 36, 2]
     assert rows[1].tolist() == [0, 4, 5, 2, 2, 14, 2, 1, 1, 1, 1]
     one = Examples(tokens, starts[:, :1], lengths[:, :1], np.zeros(2, np.int64))
-    assert one.rows(np.array([0, 1]), ids, 6).tolist() == [
-        [0, 4, 5, 2, 1, 1],
-        [0, 24, 25, 26, 27, 2],
-    ]
+    rows = one.rows(np.array([0, 1]), ids, 6)
+    assert rows.tolist() == [[0, 4, 5, 2, 1, 1], [0, 24, 25, 26, 27, 2]]
     for first, second, kept in ((9, 9, [4, 3]), (9, 2, [5, 2]), (1, 9, [1, 6]), (3, 4, [3, 4])):
         assert fitted(np.array([[first, second]]), 7).tolist() == [kept]
 
@@ -281,7 +272,6 @@ def examples(task: GLUE) -> dict[str, Examples]:
     name, root, path = task.config.name, Path(task.data.root), task.data.path
     if name.value in GLUE_TASKS:
         return read_examples(root / "glue" / name.value, name.value, text_of(task), root)
-    assert path is not None
     if name is Name.topic:
         return passages.topic(text_of(task), user_corpus(path), task.length - 2)
     return passages.adjoin(text_of(task), user_corpus(path), (task.length - 4) // 2)

@@ -9,6 +9,7 @@ import math
 import shutil
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,7 @@ from co2.config import OptimConfig
 from tasks.shapenet.clouds import normalized, open_clouds, scaled_and_moved
 from tasks.shapenet.point_mae import PointMAE
 from tasks.shapenet.points import chamfer, farthest_points, patches, taken
-from tasks.shapenet.shapenet import (
-    NUM_SOLIDS,
-    Objective,
-    ShapeNet,
-    Shapes,
-    Size,
-    svm_accuracy,
-)
+from tasks.shapenet.shapenet import NUM_SOLIDS, Objective, ShapeNet, Shapes, Size, svm_accuracy
 from tasks.shapenet.solids import solids
 from tasks.shared.randomness import uniforms
 from tests.tasks.build import built, mesh, num_parameters, refusal, used
@@ -43,20 +37,14 @@ def cloud(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 def loop_farthest(points: list[list[float]], count: int) -> list[int]:
     chosen = [0]
     while len(chosen) < count:
-        gaps = [
-            min(sum((a - b) ** 2 for a, b in zip(p, points[c], strict=True)) for c in chosen)
-            for p in points
-        ]
+        gaps = [min(math.dist(p, points[c]) for c in chosen) for p in points]
         chosen.append(gaps.index(max(gaps)))
     return chosen
 
 
 def loop_chamfer(first: list[list[float]], second: list[list[float]]) -> float:
     def one_way(here: list[list[float]], there: list[list[float]]) -> float:
-        nearest = [
-            min(sum((a - b) ** 2 for a, b in zip(p, q, strict=True)) for q in there) for p in here
-        ]
-        return sum(nearest) / len(nearest)
+        return fmean(min(math.dist(p, q) ** 2 for q in there) for p in here)
 
     return one_way(first, second) + one_way(second, first)
 
@@ -85,7 +73,7 @@ def test_patches() -> None:
         points = clouds[n].tolist()
         for g, first in enumerate(loop_farthest(points, 6)):
             assert centres[n, g].tolist() == points[first]
-            near = sorted(points, key=lambda p: sum((np.array(p) - points[first]) ** 2))[:9]
+            near = sorted(points, key=partial(math.dist, points[first]))[:9]
             expected = np.array(near) - points[first]
             np.testing.assert_allclose(inside[n, g].numpy(), expected, rtol=0, atol=1e-15)
             assert inside[n, g, 0].tolist() == [0, 0, 0]
