@@ -83,9 +83,6 @@ VARIANTS = {
     for base in bases
 }
 """And the row whose learning rate each takes."""
-WHOLE = ("launch.workers=1", "train.batch_size=16")
-ALONE = {Row(f"{one.name}, one replica", (*one.overrides, *WHOLE)): one for one in (DILOCO, CO2)}
-"""The outer step alone, with the batch of both replicas: what of a method is not distribution."""
 RIVALS = {
     Row("NoLoCo", ("method=noloco",)): ("2e-3", "4e-3", "8e-3"),
     Row("SPARTA", ("method=sparta",)): ("4e-3", "8e-3", "1.6e-2"),
@@ -94,13 +91,12 @@ RIVALS = {
 }
 """Trained for 100 rounds alone, each at the best of three rates."""
 LIGHT = "co2_keep.momentum_weight=0.2"
+TWELVE = Row(f"{CO2_KEEP.name}, 12 fragments", (*CO2_KEEP.overrides, "co2_keep.fragments=12"))
 FRAGMENTS = {
     Row(f"{CO2_KEEP.name}, 4 fragments", (*CO2_KEEP.overrides, "co2_keep.fragments=4")): (
         ("co2_keep.keep_local=0.5", LIGHT),
     ),
-    Row(f"{CO2_KEEP.name}, 12 fragments", (*CO2_KEEP.overrides, "co2_keep.fragments=12")): (
-        ("co2_keep.keep_local=1", LIGHT),
-    ),
+    TWELVE: (("co2_keep.keep_local=1", LIGHT),),
     Row(
         "Streaming DiLoCo, 4 fragments",
         (
@@ -116,6 +112,11 @@ FRAGMENTS = {
 """And the outer settings that are tried with each rate. Those of kept progress are what an
 independent simulation of four replicas found; Streaming DiLoCo's are conf's and those of plain
 averaging. Its fragments are layers, of which this model has five."""
+WHOLE = ("launch.workers=1", "train.batch_size=16")
+ALONE = {
+    Row(f"{one.name}, one replica", (*one.overrides, *WHOLE)): one for one in (DILOCO, CO2, TWELVE)
+}
+"""The outer step alone, with the batch of both replicas: what of a method is not distribution."""
 ROWS = (*BASES, *VARIANTS, *ALONE, *RIVALS, *FRAGMENTS)
 OTHERS = ROWS[1:]
 DRAWN = BASES[1:]
@@ -182,6 +183,11 @@ def trials_of(rounds: int) -> Column:
     parts = [trial for row in FRAGMENTS for trial in trials_in_fragments(row)]
     left_out = [*(rivals if rounds != 100 else ()), *(parts if rounds not in (100, 300) else ())]
     return trial_column(name(rounds), words(rounds), tuple(trial.name for trial in left_out))
+
+
+def trials_with(base: Row) -> tuple[Row, ...]:
+    """The trials whose best has the settings of this row."""
+    return tuple(trials_in_fragments(base)) if base in FRAGMENTS else at_rates(base, rates_of(base))
 
 
 def trials_in_fragments(row: Row) -> Iterator[Row]:
@@ -381,10 +387,9 @@ RECIPE = TunedRecipe(
     draw=draw,
     beside=tables,
     grids={
-        row.name: at_rates(base, rates_of(base))
-        for row, base in ({row: row for row in BASES} | VARIANTS | ALONE).items()
+        row.name: trials_with(base)
+        for row, base in ({row: row for row in (*BASES, *FRAGMENTS)} | VARIANTS | ALONE).items()
     }
-    | {row.name: at_rates(row, rates) for row, rates in RIVALS.items()}
-    | {row.name: tuple(trials_in_fragments(row)) for row in FRAGMENTS},
+    | {row.name: at_rates(row, rates) for row, rates in RIVALS.items()},
     tuned_in={name(rounds): trials_of(tuned_rounds(rounds)) for rounds in CURVE},
 )
