@@ -1,7 +1,7 @@
 """A training loop of one replica under a method, as a user of `co2` would write it."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from itertools import product
@@ -308,6 +308,28 @@ def trajectory(
         history.append(session.snapshot())
     session.method.flush()
     return history
+
+
+def drifted(
+    rank: int,
+    case: Case,
+    sizes: Sequence[int] = (4, 7),
+    steps: int = 15,
+    comm: CommConfig | None = None,
+) -> tuple[list[Tensor], Any]:
+    """The weights after each step, as one vector, under gradients that do not depend on them; and
+    the method."""
+    name, settings = case
+    model, optimizer = problem.build_drift(sizes)
+    method = METHODS[name](comm=comm, **settings)
+    method.prepare(model, optimizer, co2.Mesh.world())
+    history = []
+    for step in range(steps):
+        problem.backward_drift(model, step, rank)
+        method.step()
+        history.append(torch.cat([weight.detach() for weight in model.parameters()]))
+    method.flush()
+    return history, method
 
 
 def replicas_of(
