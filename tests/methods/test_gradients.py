@@ -2,14 +2,13 @@
 1-bit Adam and 0/1 Adam. What the tables expect was typed, not computed by the code."""
 
 import math
-from itertools import product
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 import co2
 from co2.comm import dct_mean, flat
@@ -79,37 +78,6 @@ def test_else_it_is_refused(rank: int, first: int) -> None:
     model(torch.ones(2, 3), 0).backward()
     with pytest.raises(ConfigError, match=REFUSED.format(1)):
         model(torch.ones(2, 3), 0)
-
-
-# ACCO. What it does by hand is in test_closed_forms.py, as for DeMo.
-
-CALLS = 7
-
-
-@replicas(2)
-def test_gradients_that_ignore_the_weights_make_plain_training(rank: int) -> None:
-    """With AdamW too: x_t is its t-th step with the means of both halves and all replicas, and its
-    count of steps."""
-    (model, _), (plain, _) = problem.build_drift([3, 5]), problem.build_drift([3, 5])
-    optimizer, alone = (AdamW(m.parameters(), lr=0.1, weight_decay=0.1) for m in (model, plain))
-    method = co2.ACCO()
-    method.prepare(model, optimizer, co2.Mesh.world())
-    for call in range(CALLS):
-        problem.backward_drift(model, call, rank)
-        method.step()
-        if call % 2:
-            continue
-        torch.testing.assert_close([*model.parameters()], [*plain.parameters()])
-        means = [torch.zeros_like(weight) for weight in plain.parameters()]
-        for half, other in product((call, call + 1), range(2)):
-            problem.backward_drift(plain, half, other)
-            for total, weight in zip(means, plain.parameters(), strict=True):
-                total += weight.grad / 4  # type: ignore[operator]
-        for total, weight in zip(means, plain.parameters(), strict=True):
-            weight.grad = total
-        alone.step()
-    method.flush()
-    assert optimizer.state_dict()["state"][0]["step"] == (CALLS - 1) // 2
 
 
 # DeMo.

@@ -109,12 +109,10 @@ ALONE: list[Pair] = [
     ),
 ]
 """On one replica."""
+TABLES = ((SAME, 3, True), (CLOSE, 3, False), (ALONE, 1, True), (ALONE_CLOSE, 1, False))
 ALIKE = [
-    pytest.param(world, optimizer, one, other, exact)
-    for table, world, exact in (
-        *((SAME, 3, True), (CLOSE, 3, False)),
-        *((ALONE, 1, True), (ALONE_CLOSE, 1, False)),
-    )
+    (world, optimizer, one, other, exact)
+    for table, world, exact in TABLES
     for words, one, other in table
     for optimizer in words.split()
 ]
