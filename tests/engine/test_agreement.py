@@ -224,8 +224,8 @@ class TestLosses:
             limit_s = 0.5 if told else 1.3 * SILENT_S
             assert took_s < limit_s + 8 * round_trip_s
 
-    def test_of_256_members_some_are_lost_in_each_round(self) -> None:
-        number, victims = 256, ((0, 17, 255), (1, 200))
+    def test_of_128_members_some_are_lost_in_each_round(self) -> None:
+        number, victims = 128, ((0, 17, 127), (1, 100))
         gone = {one for several in victims for one in several}
 
         def train(me: int) -> tuple[tuple[int, ...], list[float]]:
@@ -273,20 +273,6 @@ class TestLosses:
             return members.ids
 
         assert world.run(*[train] * 3) == [(0, 1, 2)] * 3
-
-    def test_who_is_lost_amid_forming_is_not_waited_for(self, world: World) -> None:
-        """The others have counted it in, and wait for its address."""
-
-        def train(me: int) -> tuple[tuple[int, ...], float]:
-            members = begun(world, me, 3)
-            if me == 2:
-                world.killed_connecting.add(me)
-            began = world.now
-            return goes_on(members), world.now - began
-
-        first, second, lost = world.run(*[train] * 3)
-        assert lost is None
-        assert first[0] == second[0] == (0, 1) and max(first[1], second[1]) < 5.0
 
     def test_a_worker_takes_its_replica_with_it(self, world: World) -> None:
         def train(me: int) -> str:
@@ -452,9 +438,7 @@ class TestHeartbeat:
         world.run(*[lambda me: found[me].start()] * number)
         return found, over
 
-    @pytest.mark.parametrize(
-        ("number", "round_trip_s"), [(8, 0.005), (8, 0.2), (64, 0.05), (512, 0.2)]
-    )
+    @pytest.mark.parametrize(("number", "round_trip_s"), [(8, 0.005), (8, 0.2), (128, 0.2)])
     def test_one_that_hangs_is_found(self, number: int, round_trip_s: float) -> None:
         """By all that watch it, once it has been silent for `silent_s`, and not much later."""
         with virtual(round_trip_s) as world:

@@ -41,9 +41,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "cocod_sgd": {},
     "co2_keep": {"keep_local": 1.0, "outer_momentum": 0.0},
 }
-SIMULATED = ("local_sgd", "co2")
-SAME_AS = {"diloco": "local_sgd", "slowmo": "local_sgd", "cocod_sgd": "co2_keep"}
-"""As they are configured here."""
+SIMULATED = {
+    **{name: name for name in ("local_sgd", "co2", "cocod_sgd")},
+    **{"diloco": "local_sgd", "slowmo": "local_sgd", "co2_keep": "cocod_sgd"},
+}
+"""What each is, as it is configured here."""
 NOBODY = -1
 MORE_ROUNDS = 6
 JOINS = {"local_sgd": 1, "co2": 2}
@@ -52,20 +54,14 @@ decision is about the first mean, which an overlapped method obeys a round later
 
 
 @pytest.fixture
-def stores() -> list[dist.TCPStore]:
-    """They outlive the members."""
-    return [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+def store() -> dist.TCPStore:
+    """It outlives the members."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @pytest.fixture
-def port(stores: list[dist.TCPStore]) -> int:
-    return stores[0].port
-
-
-@pytest.fixture
-def again(stores: list[dist.TCPStore]) -> int:
-    """For a second run of the same workers."""
-    return stores[1].port
+def port(store: dist.TCPStore) -> int:
+    return store.port
 
 
 def member(rank: int, port: int, silent_s: float = 30.0, replica_size: int = 1) -> Members:
@@ -128,7 +124,7 @@ def tickets(members: Members) -> list[tuple[int, int]]:
         found.append(original())
         return found[-1]
 
-    members.open = opened  # type: ignore[method-assign]
+    members.open = opened
     return found
 
 
@@ -179,31 +175,44 @@ def train(
     return [tensor.detach().flatten() for tensor in (model.weight, *moments)]
 
 
-def simulated(name: str, victim: int, at: int, unequal: bool) -> np.ndarray:
+def simulated(name: str, rank: int, victim: int, at: int, unequal: bool) -> np.ndarray:
     """The same in one process: the mean of a round is that of those who have ended it, weighted by
     the steps that they have made."""
-    anchor, momentum, late = np.zeros(3), np.zeros(3), None
+    momentum, late = np.zeros(3), np.zeros(3)
+    starts, last = (dict.fromkeys(range(3), np.zeros(3)) for _ in range(2))
     for number in range(ROUNDS):
         there = [r for r in range(3) if r != victim or (number + 1) * TAU <= at]
-        ends = []
-        for rank in there:
-            x = anchor.copy()
-            for _ in range(steps_made(number, rank, unequal)):
-                x -= RATE * (x - target(rank).numpy())
-            ends.append(anchor - x)
-        weights = [steps_made(number, rank, unequal) for rank in there]
-        mean = np.average(ends, axis=0, weights=weights)
-        if name == "local_sgd":
-            anchor = anchor - mean
-        else:
-            momentum = CONFIGS["co2"]["outer_momentum"] * momentum + (0 if late is None else late)
-            anchor, late = anchor - momentum, mean
-    return anchor
+        weights = [steps_made(number, one, unequal) for one in there]
+        moved = {}
+        for one, steps in zip(there, weights, strict=True):
+            x = starts[one]
+            for _ in range(steps):
+                x = x - RATE * (x - target(one).numpy())
+            moved[one] = x - starts[one]
+        mean = np.average([*moved.values()], axis=0, weights=weights)
+        momentum = CONFIGS["co2"]["outer_momentum"] * momentum + late
+        for one in there:
+            made = {
+                "local_sgd": mean,
+                "co2": momentum,
+                "cocod_sgd": moved[one] + late - last[one],
+            }
+            starts[one] = starts[one] + made[name]
+        last, late = moved, mean
+    return starts[rank]
+
+
+LOSSES = [(0, 7, False), (0, 7, True), (1, 6, True)]
 
 
 @replicas(3)
-@pytest.mark.parametrize(("victim", "at", "unequal"), [(0, 7, False), (0, 7, True), (1, 6, True)])
-@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize(
+    ("name", "victim", "at", "unequal"),
+    [
+        *((name, *loss) for name in ("local_sgd", "co2") for loss in LOSSES),
+        *((name, NOBODY, 0, True) for name in SIMULATED if name not in ("local_sgd", "co2")),
+    ],
+)
 def test_a_mean_is_that_of_those_who_are_left(
     rank: int, port: int, name: str, victim: int, at: int, unequal: bool
 ) -> None:
@@ -211,21 +220,8 @@ def test_a_mean_is_that_of_those_who_are_left(
     where replicas make unequal numbers of steps."""
     found = train(member(rank, port), name, CONFIGS[name], victim, at, unequal)
     if rank != victim:
-        assert found is not None
-        np.testing.assert_allclose(found[0], simulated(name, victim, at, unequal), rtol=1e-12)
-
-
-@replicas(3)
-@pytest.mark.parametrize(("name", "like"), SAME_AS.items())
-def test_methods_that_are_the_same_weigh_alike(
-    rank: int, port: int, again: int, name: str, like: str
-) -> None:
-    first = train(member(rank, port), name, CONFIGS[name], NOBODY, 0, True)
-    second = train(Members(("127.0.0.1", again), rank, 30.0), like, CONFIGS[like], NOBODY, 0, True)
-    assert first is not None and second is not None
-    np.testing.assert_allclose(first[0], second[0], rtol=1e-12)
-    if like in SIMULATED:
-        np.testing.assert_allclose(first[0], simulated(like, NOBODY, 0, True), rtol=1e-12)
+        expected = simulated(SIMULATED[name], rank, victim, at, unequal)
+        np.testing.assert_allclose(found[0], expected, rtol=1e-12)
 
 
 def moments(rank: int, world: int, port: int) -> list[Tensor] | None:
@@ -468,7 +464,7 @@ def simulated_with_a_newcomer(name: str) -> np.ndarray:
 
 
 @replicas(3)
-@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize("name", JOINS)
 def test_a_newcomer_has_a_part_from_its_second_round_on(rank: int, port: int, name: str) -> None:
     """The last one comes to the others. It takes its state only when they have trained on."""
     members, comes = member(rank, port), rank == 2

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import co2
 import train
 from co2 import Mesh
+from co2.catalogue import CATALOGUE
 from co2.comm import codec, flat, sparse_mean
 from co2.config import CommConfig, Config, Precision
 from co2.gpus import GPUS, gpu_of
@@ -23,7 +24,7 @@ from co2.methods.shared import compressed_adam
 from co2.train import meters
 from co2.train.estimate import Holdings, Live, holdings, work
 from co2.train.within_replica import blocks, checkpoint_activations
-from tests.methods.driver import ADAM, FP32_ONLY, NEEDS_ADAM, NEEDS_SGD, ROUNDS_OF
+from tests.methods.driver import ADAM, FP32_ONLY, NEEDS_SGD
 from tests.workers import replicas
 
 WIDTH = 257
@@ -48,15 +49,8 @@ def build(
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8, bias=False))
     kind = torch.optim.SGD if name in NEEDS_SGD else torch.optim.AdamW
     optimizer = kind(model.parameters(), lr=1e-3)
-    own = (
-        {"tau": 2}
-        if name in (*ROUNDS_OF, *NEEDS_ADAM)
-        else {"freeze_step": 2}
-        if name in ADAM
-        else {}
-    )
-    config = METHODS[name].Config(**own, **fields)
-    return model, optimizer, METHODS[name](config, CommConfig(dtype=wire))
+    own = {"freeze_step": 2} if name in ADAM else {"tau": 2} if CATALOGUE[name].rounds else {}
+    return model, optimizer, METHODS[name](comm=CommConfig(dtype=wire), **own, **fields)
 
 
 def make_steps(model: nn.Module, method: co2.Method, steps: int) -> None:
@@ -294,22 +288,18 @@ def test_a_replica_of_several_workers_shares() -> None:
     """zero1, zero2 and zero3, by the table in co2/train/within_replica.py."""
     alone = run_of("task=gpt2", "launch.workers=8")
     whole = holdings(train.APP.make_task(alone), alone, 8)
-    for strategy in ("ddp", "zero1", "zero2", "zero3"):
-        config = run_of(
-            "task=gpt2", "launch.workers=8", "mesh.replica_size=4", f"mesh.strategy={strategy}"
-        )
+    shares = {"ddp": (1, 1), "zero1": (1, 4), "zero2": (4, 4), "zero3": (4, 4)}
+    for strategy, (weights, inner) in shares.items():
+        words = ("launch.workers=8", "mesh.replica_size=4", f"mesh.strategy={strategy}")
+        config = run_of("task=gpt2", *words)
         held = holdings(train.APP.make_task(config), config, 8)
-        weights, inner = (1, 1) if strategy == "ddp" else (1, 4) if strategy == "zero1" else (4, 4)
-        before, now = whole.memory, held.memory
-        assert now.parameter_bytes == pytest.approx(before.parameter_bytes / weights, rel=1e-4)
-        assert now.gradient_bytes == pytest.approx(before.gradient_bytes / weights, rel=1e-4)
-        assert now.extra_bytes == pytest.approx(before.extra_bytes / weights, rel=1e-4)
-        assert now.inner_state_bytes == pytest.approx(before.inner_state_bytes / inner, rel=1e-4)
-        gathered = {"zero2": before.parameter_bytes}.get(strategy, 0)
-        if strategy == "zero3":
-            assert 0 < held.gathered_bytes < before.parameter_bytes
-        else:
-            assert held.gathered_bytes == gathered
+        for name in ("parameter_bytes", "gradient_bytes", "extra_bytes", "inner_state_bytes"):
+            before, now = getattr(whole.memory, name), getattr(held.memory, name)
+            share = inner if name == "inner_state_bytes" else weights
+            assert now == pytest.approx(before / share, rel=1e-4)
+        gathered, most = held.gathered_bytes, whole.memory.parameter_bytes
+        assert 0 < gathered < most if strategy == "zero3" else gathered in (0, most)
+        assert (gathered == most) == (strategy == "zero2")
 
 
 def test_options_that_change_what_is_held() -> None:

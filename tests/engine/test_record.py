@@ -282,7 +282,7 @@ def test_lines_wait_until_there_is_room(record: FolderRecord, heard: Heard) -> N
         record.log(Notice(3, "three"))
         assert steps(record) == [1], "nothing torn is left"
         with pytest.raises(OSError, match="File too large"):
-            record.finish(None)  # type: ignore[arg-type]
+            record.finish(None)
         assert not (record.folder / "summary.json").exists(), "without its lines no run finishes"
     record.log(Notice(4, "four"))
     assert steps(record) == [1, 2, 3, 4]

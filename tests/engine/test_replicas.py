@@ -1,4 +1,4 @@
-"""co2.run: every method trains as in other processes, and nobody is left behind; and the example
+"""co2.run: methods train as in other processes, and nobody is left behind; and the example
 that people copy."""
 
 import os
@@ -21,21 +21,21 @@ from torch import Tensor
 
 import co2
 from co2.errors import ConfigError, WorkerLost
-from co2.methods import METHODS
 from co2.start import notebook
+from tests.grids import OF_A_KIND
 from tests.methods.driver import SETTINGS, Snapshot, assert_same, trajectory
 from tests.server import environment, fork_program
 from tests.workers import Pool
 
 
 def trajectories(rank: int, world: int) -> dict[str, list[Snapshot]]:
-    """Of every method, one after the other in the same processes."""
+    """Of a method of each kind, one after the other in the same processes."""
     torch.set_num_threads(1)  # as the pool's workers have
-    return {name: trajectory(rank, world, name, SETTINGS[name]) for name in METHODS}
+    return {name: trajectory(rank, world, name, SETTINGS[name]) for name in OF_A_KIND}
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_every_method_trains_as_in_other_processes(workers: Pool, world: int) -> None:
+def test_methods_train_as_in_other_processes(workers: Pool, world: int) -> None:
     found = co2.run(lambda mesh: trajectories(mesh.replica, world), replicas=world)
     assert_same(found, workers.run(trajectories, world))
 
@@ -44,11 +44,8 @@ def test_it_is_a_mesh_of_replicas() -> None:
     def place(mesh: co2.Mesh, factor: int, word: str) -> tuple[int, int, str]:
         return factor * mesh.replica, mesh.num_replicas, word
 
-    assert co2.run(place, 10, "a", replicas=3, device="cpu") == [
-        (0, 3, "a"),
-        (10, 3, "a"),
-        (20, 3, "a"),
-    ]
+    found = co2.run(place, 10, "a", replicas=3, device="cpu")
+    assert found == [(0, 3, "a"), (10, 3, "a"), (20, 3, "a")]
 
 
 def draws() -> tuple[float, float, float]:
@@ -210,22 +207,26 @@ print([one.value for one in found], all(type(one) is Found for one in found))
 """
 
 
-def start(folder: Path, argument: str) -> Any:
-    """The script, which has no `if __name__ == "__main__"`."""
-    (folder / "script.py").write_text(SCRIPT.replace("ARGUMENT", repr(argument)))
+def start(folder: Path, script: Path) -> Any:
     with (folder / "log").open("w") as log:
-        words = [str(folder / "script.py")]
-        return fork_program(words, folder, environment(), log.fileno(), log.fileno())
+        return fork_program([str(script)], folder, environment(), log.fileno(), log.fileno())
+
+
+def script(folder: Path, argument: str) -> Path:
+    """It has no `if __name__ == "__main__"`."""
+    path = folder / "script.py"
+    path.write_text(SCRIPT.replace("ARGUMENT", repr(argument)))
+    return path
 
 
 def test_a_script_runs_once(tmp_path: Path) -> None:
-    assert start(tmp_path, "").wait(300) == 0, (tmp_path / "log").read_text()
+    assert start(tmp_path, script(tmp_path, "")).wait(300) == 0, (tmp_path / "log").read_text()
     lines = (tmp_path / "log").read_text().splitlines()
     assert sorted(lines) == ["[0, 3] True", "main", "replica", "replica"]
 
 
 def test_who_has_started_them_is_killed(tmp_path: Path) -> None:
-    process = start(tmp_path, "yes")
+    process = start(tmp_path, script(tmp_path, "yes"))
     pids = told(tmp_path, 2)
     process.kill()
     process.wait(300)
@@ -273,15 +274,10 @@ def last_loss(text: str) -> float:
 
 
 def test_it_learns_alone(tmp_path: Path):
-    with (tmp_path / "log").open("w+") as file:
-        process = fork_program(
-            [str(EXAMPLE)], tmp_path, environment(), file.fileno(), file.fileno()
-        )
-        assert process.wait(300) == 0
-        file.seek(0)
-        text = file.read()
-        assert "replicas: 1\nwarning: there is nothing to synchronize; " in text
-        assert last_loss(text) < 1.0  # 8 at the start
+    assert start(tmp_path, EXAMPLE).wait(300) == 0
+    text = (tmp_path / "log").read_text()
+    assert "replicas: 1\nwarning: there is nothing to synchronize; " in text
+    assert last_loss(text) < 1.0  # 8 at the start
 
 
 @pytest.mark.slow  # new interpreters

@@ -1,7 +1,9 @@
-"""The store of a run on several machines says with whom it begins, and when it has ended."""
+"""The store of a run on several machines says with whom it begins, and when it has ended; and by
+the store who has ended without a word is not waited for."""
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -17,9 +19,10 @@ from co2.config import LaunchConfig
 from co2.elastic import store as module
 from co2.elastic.heartbeat import add_to
 from co2.elastic.store import INSIDE, WAITING, OwnStore, SharedStore, keep
-from co2.errors import PREEMPTED
+from co2.errors import PREEMPTED, WorkerLost
 from co2.start.elastic import _Starter
 from co2.start.processes import Workers
+from co2.train.stop import StopVote
 
 SILENT_S = 4.0
 LIMIT_S = 300.0
@@ -147,6 +150,20 @@ def test_a_node_reports_once_its_workers_need_not_import_any_more(
     config = LaunchConfig(elastic=True)
     assert _Starter(lambda number: 0, config, 1, place, Workers()).run() == PREEMPTED
     assert done == ["imported", "reported"]
+
+
+def test_a_vote_on_stopping_waits_for_nobody_who_has_ended(held: dist.TCPStore) -> None:
+    """Each leaves in the store where it runs."""
+    child = os.fork()
+    if child == 0:
+        own = dist.TCPStore("127.0.0.1", held.port, is_master=False)
+        with StopVote(own, 1, lambda: range(2), ()):
+            os._exit(0)
+    os.waitpid(child, 0)
+    with StopVote(held, 0, lambda: range(2), (signal.SIGUSR1,), grace_s=1e6) as vote:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(WorkerLost, match="it has ended"):
+            until(lambda: vote(1))
 
 
 @pytest.mark.slow  # new interpreters, and a network of its own

@@ -1,21 +1,18 @@
 """τ chosen by measurement: the rule, the agreement, and what a training makes of it."""
 
-import io
-import json
 import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 import co2
 from co2.comm.clocks import CommTotals
 from co2.methods.shared import auto_tau as tau
 from co2.methods.shared import local_method
 from co2.methods.shared.auto_tau import CHOICES, PATIENCE, START, WINDOW, AutoTau, choose
-from tests.cli.harness import pooled
+from tests.cli.harness import metrics, pooled
 from tests.grids import OF_A_KIND, grid
 from tests.methods.driver import ROUNDS_OF, SETTINGS, Session, assert_same
 from tests.workers import Pool, everybody, replicas
@@ -118,7 +115,7 @@ def test_the_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     auto, found = AutoTau(co2.Mesh.world(device="cpu")), []
     start = auto._start_agreement
-    auto._start_agreement = lambda *figures: (found.append(figures), start(*figures))  # type: ignore
+    auto._start_agreement = lambda *figures: (found.append(figures), start(*figures))
     for number in range(1, WINDOW + 2):
         for step in range(START):
             auto.stopwatch.begin()
@@ -153,7 +150,7 @@ class Plan(Session):
     def __init__(self, rank: int, name: str, own: dict[str, Any], seed: int | None = None) -> None:
         with patch.object(tau, "START", 2), patch.object(local_method, "AutoTau", Scripted):
             super().__init__(rank, name, {**SETTINGS[name], **own, "tau": "auto"}, seed=seed)
-        self.method.auto.script = SCRIPT  # type: ignore[attr-defined]
+        self.method.auto.script = SCRIPT
 
 
 FIXED = "streaming_diloco"
@@ -168,7 +165,7 @@ LOCAL += [("co2", {"shard": True}), ("co2_keep", {"fragments": 2})]
 def test_auto_is_the_method_with_that_tau(rank: int, name: str, own: dict[str, Any]) -> None:
     auto, lengths, expected = Plan(rank, name, own), [], []
     for _ in range(STEPS):
-        lengths.append(auto.method.tau)  # type: ignore[attr-defined]
+        lengths.append(auto.method.tau)
         auto.step()
         expected.append(auto.snapshot())
     auto.method.flush()
@@ -177,9 +174,9 @@ def test_auto_is_the_method_with_that_tau(rank: int, name: str, own: dict[str, A
     fixed = Session(rank, name, {**SETTINGS[name], **own})
     for step, (length, after) in enumerate(zip(lengths, [*lengths[1:], lengths[-1]], strict=True)):
         fixed.method.config.tau = length
-        if fixed.method.steps + 1 - fixed.method.round_began == length:  # type: ignore
+        if fixed.method.steps + 1 - fixed.method.round_began == length:
             # A step that ends a round prepares the next, whose length it must know.
-            fixed.method.round_began += length - after  # type: ignore
+            fixed.method.round_began += length - after
             fixed.method.config.tau = after
         fixed.step()
         assert_same(expected[step], fixed.snapshot())
@@ -189,29 +186,14 @@ def test_auto_is_the_method_with_that_tau(rank: int, name: str, own: dict[str, A
 @replicas(2)
 @pytest.mark.parametrize("own", [{}, {"shard": True}])
 def test_resume_is_exact(rank: int, own: dict[str, Any]) -> None:
-    whole = Plan(rank, "co2", own)
-    saves = []
+    whole, saves = Plan(rank, "co2", own), []
     for _ in range(STEPS):
         whole.step()
-        state = {
-            "net": whole.net.state_dict(),
-            "optimizer": whole.optimizer.state_dict(),
-            "method": whole.method.state_dict(),
-        }
-        file = io.BytesIO()
-        torch.save(state, file)
-        saves.append(file.getvalue())
-    expected = whole.snapshot()
+        saves.append(whole.save())
     for done in range(3, STEPS, 4):
         again = Plan(rank, "co2", own, seed=rank + 50)
-        state = torch.load(io.BytesIO(saves[done - 1]))
-        again.net.load_state_dict(state["net"])
-        again.optimizer.load_state_dict(state["optimizer"])
-        again.method.load_state_dict(state["method"])
-        again.steps_done = done
-        while again.steps_done < STEPS:
-            again.step()
-        assert_same(again.snapshot(), expected)
+        again.load(saves[done - 1], done)
+        assert_same(again.train(STEPS - done).snapshot(), whole.snapshot())
         again.method.flush()
     whole.method.flush()
 
@@ -221,8 +203,7 @@ def test_in_a_run(workers: Pool, tmp_path: Path) -> None:
     arguments = ("method=co2", "co2.tau=auto", "train.steps=70", "toy.delay_s=0.002")
     run = pooled(workers, 2, *arguments, "log.every=5", runs=tmp_path)
     assert run.status == 0, run.err
-    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    notices = [line for line in lines if line["kind"] == "notice"]
+    notices = metrics(run.folder, "notice")
     # On a busy machine steps and means may later take so long that it chooses again.
     changes = [line for line in notices if " → " in line["text"]]
     assert notices == changes, "nothing is warned of"
@@ -230,5 +211,5 @@ def test_in_a_run(workers: Pool, tmp_path: Path) -> None:
     assert all(change["text"] in run.out for change in changes)
     chosen = int(changes[-1]["text"].partition("→ ")[2].partition(":")[0])
     assert chosen in CHOICES
-    last = [line for line in lines if line["kind"] == "train"][-1]
+    last = metrics(run.folder, "train")[-1]
     assert last["tau"] == chosen

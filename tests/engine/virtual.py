@@ -78,8 +78,6 @@ class World:
         """By process: how many of its next attempts to connect with the others fail."""
         self.broken_threads: set[tuple[int, str]] = set()
         """Processes and names of their threads, to which the store gives nonsense."""
-        self.killed_connecting: set[int] = set()
-        """Processes that are killed as they connect with the others."""
         self.opening: VirtualSockets | None = None
         self._random = random.Random(seed)
         self._due: list[tuple[float, int, int, Task]] = []
@@ -120,7 +118,7 @@ class World:
         self._dead.add(process)
         if told:
             announced = VirtualStore(self, silent=True)
-            announce_gone(announced, process)  # type: ignore[arg-type]
+            announce_gone(announced, process)
         if self._current.process == process:
             self._switch(self._current)
 
@@ -255,8 +253,7 @@ class VirtualStore:
         self._answer(lambda: self._write(name, value.encode()))
 
     def get(self, name: str) -> bytes:
-        self._present([name])
-        return self._answer(lambda: self.world.kept[name])
+        return self.multi_get([name])[0]
 
     def multi_get(self, names: Sequence[str]) -> list[bytes]:
         self._present(names)
@@ -398,11 +395,11 @@ def virtual(round_trip_s: float = 0.001, seed: int = 0) -> Iterator[World]:
             return self._is_set
 
     class PriorityQueue(queue.PriorityQueue):
-        def put(self, item: Any) -> None:  # type: ignore[override]
+        def put(self, item: Any) -> None:
             super().put(item)
             world.notify(self)
 
-        def get(self) -> Any:  # type: ignore[override]
+        def get(self) -> Any:
             while self.empty():
                 world.wait(self)
             return super().get()
@@ -436,17 +433,11 @@ def virtual(round_trip_s: float = 0.001, seed: int = 0) -> Iterator[World]:
         carries = world.opening
         world.opening = None
         assert meeting is not None and carries is not None
-        if process in world.killed_connecting:
-            world.kill(process)
-        refused = world.refused[process] > 0
-        world.refused[process] -= refused
-        deadline = world.now + timeout.total_seconds()
-        if not refused:
-            world.exchange(
-                name, rank, size, None, cut=lambda: meeting.were_cut or world.now > deadline
-            )
-        if refused:
+        if world.refused[process] > 0:
+            world.refused[process] -= 1
             raise RuntimeError("no connection")
+        deadline = world.now + timeout.total_seconds()
+        world.exchange(name, rank, size, None, lambda: meeting.were_cut or world.now > deadline)
         return VirtualGroup(name, rank, size, carries)
 
     clock = SimpleNamespace(sleep=world.pause, monotonic=lambda: world.now)
@@ -454,9 +445,9 @@ def virtual(round_trip_s: float = 0.001, seed: int = 0) -> Iterator[World]:
         Thread=Thread, Event=Event, Lock=threading.Lock, current_thread=threading.current_thread
     )
     collectives = SimpleNamespace(
-        **{
-            name: getattr(dist, name) for name in ("DistStoreError", "DistNetworkError", "ReduceOp")
-        },
+        DistStoreError=dist.DistStoreError,
+        DistNetworkError=dist.DistNetworkError,
+        ReduceOp=dist.ReduceOp,
         TCPStore=lambda *_, is_master: VirtualStore(world),
         PrefixStore=lambda _, store: store,
         init_process_group=init_process_group,

@@ -1,7 +1,7 @@
 """A training loop of one replica under a method, as a user of `co2` would write it."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from itertools import product
@@ -23,6 +23,7 @@ from tests.reference.replica import Replica
 Case = tuple[str, dict[str, Any]]
 """A method and its settings."""
 
+_OUTER = {"outer_lr": 0.8, "outer_momentum": 0.5}
 SETTINGS: dict[str, dict[str, Any]] = {
     "allreduce": {},
     "local_sgd": {"tau": 3},
@@ -40,16 +41,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "eager_diloco": {"tau": 3, "outer_lr": 0.6, "outer_momentum": 0.5},
     "sparseloco": {"tau": 3, "density": 0.4, "outer_lr": 0.9, "error_decay": 0.8},
-    "noloco": {"tau": 3, "outer_lr": 0.8, "outer_momentum": 0.5, "pull": 0.6},
-    "co2": {
-        "tau": 3,
-        "outer_lr": 0.8,
-        "outer_momentum": 0.5,
-        "gap_penalty": "gap_aware",
-        "clip": 0.03,
-    },
+    "noloco": {"tau": 3, **_OUTER, "pull": 0.6},
+    "co2": {"tau": 3, **_OUTER, "gap_penalty": "gap_aware", "clip": 0.03},
     "co2_keep": {"tau": 3, "keep_local": 0.6, "outer_momentum": 0.6, "momentum_weight": 0.3},
-    "co2_released": {"tau": 3, "outer_lr": 0.8, "outer_momentum": 0.5, "gap_penalty": 1.7},
+    "co2_released": {"tau": 3, **_OUTER, "gap_penalty": 1.7},
     "acco": {},
     "sparta": {"share": 0.4, "delay": 3},
     "desloc": {"tau": 3, "first_moment_every": 2, "second_moment_every": 4},
@@ -108,7 +103,7 @@ NEEDS_SGD = ("demo",)
 """Methods that make the steps of an SGD without momentum theirs."""
 
 
-_CO2 = {"tau": 3, "outer_lr": 0.8, "outer_momentum": 0.5}
+_CO2 = {"tau": 3, **_OUTER}
 _GAPS = ("none", "gap_aware", "gap_aware_steady", "gap_aware_elementwise", 1.7)
 _CLIPS: tuple[dict[str, Any], ...] = (
     {"clip": None},
@@ -308,6 +303,28 @@ def trajectory(
         history.append(session.snapshot())
     session.method.flush()
     return history
+
+
+def drifted(
+    rank: int,
+    case: Case,
+    sizes: Sequence[int] = (4, 7),
+    steps: int = 15,
+    comm: CommConfig | None = None,
+) -> tuple[list[Tensor], Any]:
+    """The weights after each step, as one vector, under gradients that do not depend on them; and
+    the method."""
+    name, settings = case
+    model, optimizer = problem.build_drift(sizes)
+    method = METHODS[name](comm=comm, **settings)
+    method.prepare(model, optimizer, co2.Mesh.world())
+    history = []
+    for step in range(steps):
+        problem.backward_drift(model, step, rank)
+        method.step()
+        history.append(torch.cat([weight.detach() for weight in model.parameters()]))
+    method.flush()
+    return history, method
 
 
 def replicas_of(

@@ -39,12 +39,23 @@ class Case:
     """By round: the inner rate of every step, or one for all. The last round's goes on."""
     shown: list[Vector] | None = None
     """By round: what consensus shows after it; None for the mean of the weights."""
+    slope: float = 0.0
+    """A gradient is this times the weight more than what `gradients` has."""
+    momentum: float = 0.0
+    """Of the inner optimizer."""
+    joined: bool = False
+    """Whether all elements are one parameter's. Where they are not, norms are seen to be over all
+    parameters."""
 
     def __str__(self) -> str:
         return f"{self.method}: {self.name}"
 
+    @property
+    def tau(self) -> int:
+        return self.settings.get("tau", 1)
+
     def at(self, table: list[Vector], step: int) -> Vector:
-        return table[min(step // self.settings["tau"], len(table) - 1)]
+        return table[min(step // self.tau, len(table) - 1)]
 
     def consensus(self) -> list[Vector]:
         """By round: what consensus shows after it."""
@@ -52,23 +63,23 @@ class Case:
         return self.shown or [tuple(weights) for weights in means.tolist()]
 
     def backward(self, model: nn.Module, step: int, replica: int) -> None:
-        for weight, gradient in zip(
-            model.parameters(), self.at(self.gradients[replica], step), strict=True
-        ):
-            weight.grad = torch.full_like(weight, gradient)
+        gradient = torch.tensor(self.at(self.gradients[replica], step), dtype=torch.float64)
+        weights = list(model.parameters())
+        for weight, part in zip(weights, gradient.split([*map(len, weights)]), strict=True):
+            weight.grad = self.slope * weight.detach() + part
 
     def rate(self, step: int) -> float:
         rates = self.at(self.lr, step)
-        return rates[step % self.settings["tau"] % len(rates)]
+        return rates[step % self.tau % len(rates)]
 
     def set_lr(self, optimizer: Optimizer, step: int) -> None:
         optimizer.param_groups[0]["lr"] = self.rate(step)
 
     def build(self) -> tuple[nn.Module, Optimizer]:
-        """One parameter per element, so that norms over all parameters are seen to be that."""
-        zeros = [torch.zeros(1, dtype=torch.float64) for _ in self.gradients[0][0]]
-        model = nn.ParameterList([nn.Parameter(zero) for zero in zeros])
-        return model, SGD(model.parameters(), lr=1.0)
+        zeros = torch.zeros(len(self.gradients[0][0]), dtype=torch.float64)
+        parts = [zeros] if self.joined else zeros.split(1)
+        model = nn.ParameterList([nn.Parameter(part.clone()) for part in parts])
+        return model, SGD(model.parameters(), lr=1.0, momentum=self.momentum)
 
 
 def scalars(*values: float) -> list[Vector]:
@@ -102,6 +113,46 @@ def slowmo_case(name: str, expected: list[list[Vector]], lr: list[Vector], alpha
     settings = {"tau": 4, "outer_lr": alpha, "outer_momentum": 0.5}
     return Case(name, "slowmo", settings, [scalars(1.0)], expected, lr)
 
+
+def streaming_case(delay: int, mixing: float, *expected: Vector) -> Case:
+    """Of two layers, whose fragments sync at the steps 3, 9, 15 and 6, 12, 18."""
+    settings = {"tau": 6, "fragments": 2, "delay": delay, "mixing": mixing}
+    settings |= {"outer_lr": 2.0, "outer_momentum": 0.0}
+    return Case(f"{delay}, {mixing}", "streaming_diloco", settings, [[(2, 2)]] * 2,
+                [[*expected]] * 2)  # fmt: skip
+
+
+def sparta_case(delay: int, *expected: list[Vector]) -> Case:
+    """Each step moves one weight by -1 on replica 0 and by -3 on replica 1."""
+    settings = {"share": 1.0, "delay": delay}
+    return Case(f"{delay}", "sparta", settings, [scalars(1), scalars(3)], [*expected])
+
+
+def acco_case(
+    name: str, halves: list[tuple[float, float]], expected: list[Vector], **more: Any
+) -> Case:
+    """By replica: the gradients of its first and of its second halves. The weights after each half
+    are x_0, x̃_1, x_1, x̃_2, x_2, …"""
+    return Case(name, "acco", {}, [scalars(*pair * 4) for pair in halves], [expected] * len(halves),
+                **more)  # fmt: skip
+
+
+def demo_case(
+    name: str, decay: float, gradients: list[list[Vector]], expected: list[Vector]
+) -> Case:
+    settings = {"decay": decay, "top_k": 1, "block": 64}
+    return Case(name, "demo", settings, gradients, [expected] * len(gradients), joined=True)
+
+
+def few_case(decay: float, expected: list[Vector]) -> Case:
+    """A weight of two elements moves by 4 and 1 in a round, of which one is sent."""
+    settings = {"tau": 2, "density": 0.5, "outer_lr": 1.0, "error_decay": decay}
+    name = f"one of two elements, {decay:g}"
+    return Case(name, "sparseloco", settings, [[(2, 0.5)]], [expected], joined=True)
+
+
+ROOT = sqrt(0.5)
+ZEROS = (0.0, 0.0)
 
 CASES = [
     Case("mean of two", "local_sgd", {"tau": 2}, [scalars(0.5), scalars(1.5)],
@@ -159,6 +210,11 @@ CASES = [
     Case("half of a rounding does", "sparseloco",
          {"tau": 1, "density": 0.02, "outer_lr": 1.0, "error_decay": 0.5},
          [scalars(513 / 512)], [scalars(-1, -2, -3, -4)]),
+    # The errors of the second element: 1, 2, 3, 4, 5. At 4 there is a tie, and the first goes.
+    few_case(1.0, [(-4, 0), (-8, 0), (-12, 0), (-16, 0), (-16, -5), (-24, -5)]),
+    # 1, 1.5, 1.75, …: it never comes to 4.
+    few_case(0.5, [(-4, 0), (-8, 0), (-12, 0), (-16, 0), (-20, 0), (-24, 0)]),
+    few_case(0.0, [(-4, 0), (-8, 0), (-12, 0), (-16, 0), (-20, 0), (-24, 0)]),
     Case("mean of two", "noloco",
          {"tau": 2, "outer_lr": 0.7, "outer_momentum": 0.5, "pull": 0.7},
          [scalars(0.5), scalars(1.5)], [scalars(-1.4, -3.5, -5.95)] * 2),
@@ -250,6 +306,38 @@ CASES = [
     # alpha scales the movement and so C, not Lambda: 0, 0, -.5, -.5 - .5/2.9
     co2_case("gap at half the outer rate", ONE, [scalars(0, -0.5, -0.5 - 0.5 / 2.9)],
              gap_penalty="gap_aware", outer_lr=0.5, shown=scalars(-1, -1, -1.5)),
+    streaming_case(0, 0.0, (-18, -24), (-42, -48), (-66, -72)),
+    streaming_case(0, 0.5, (-15, -18), (-31.5, -33), (-47.25, -49.5)),
+    streaming_case(0, 1.0, (-12, -12), (-24, -24), (-36, -36)),
+    streaming_case(1, 0.0, (-14, -20), (-34, -40), (-54, -60)),
+    streaming_case(1, 0.5, (-13, -16), (-28.5, -30), (-42.75, -45)),
+    # Fragment 0's first sync would have started at step -1: only its second one finds a mean, that
+    # of step 5, where it is at -10 and d = 10; then that of step 11: -24 and d = 4.
+    streaming_case(4, 0.0, (-12, -8), (-26, -16), (-34, -24)),
+    sparta_case(0, *[scalars(-2, -4, -6, -8, -10, -12)] * 2),
+    # At -2 and -6 comes the mean of -1 and -3, which takes 1 away and adds 1.
+    sparta_case(1, scalars(-1, -3, -5, -7, -9, -11), scalars(-3, -5, -7, -9, -11, -13)),
+    # At -4 and -12 comes the mean of -2 and -6; at -8 and -16 that of -6 and -10.
+    sparta_case(2, scalars(-1, -2, -3, -6, -7, -10), scalars(-3, -6, -9, -10, -13, -14)),
+    acco_case("constant", [(1, 1)], scalars(0, -1, -1, -2, -2, -3, -3)),
+    acco_case("the mean of two halves", [(1, 3)], scalars(0, -1, -2, -3, -4, -5, -6)),
+    acco_case("the mean of two replicas", [(1, 0), (3, 8)], scalars(0, -2, -3, -5, -6, -8, -9)),
+    acco_case("the rate of the call", [(1, 1)], scalars(0, -0.5, -2, -5, -6),
+              lr=scalars(1.0, 0.5, 2.0, 3.0, 4.0)),
+    # the buffer is 1, 3/2, 7/4; a step that was not undone would count twice
+    acco_case("momentum", [(1, 1)], scalars(0, -1, -1, -2.5, -2.5, -4.25, -4.25), momentum=0.5),
+    # g~ = 10, 5, 3.5, 2.5 at x~ = 0, -5, -6.5, -7.5; g = 6, 2, 0.25 at x = 0, -4, -5.75
+    acco_case("gradients are taken where the weights are", [(10, 6)],
+              scalars(0, -5, -4, -6.5, -5.75, -7.5, -6.6875), slope=1.0, lr=scalars(0.5)),
+    # Of (3, 1) the wave (1, 1) has the coefficient √8, and (1, −1) √2. Then that is the largest:
+    # what is left of it, √2/2, beside 0.
+    demo_case("the rest stays", 0.5, [[(3.0, 1.0), ZEROS]], [(-1, -1), (-2, 0)]),
+    # Replica 0 sends 4 of (1, 1)/√2, replica 1 −1 of (1, −1)/√2, and replica 2 as replica 0, but
+    # −3: the mean of the first wave is ½. Had all counted, it would be ⅓, as is −1/3 of the second;
+    # now −1 outweighs it.
+    demo_case("the mean of those who sent it", 0.9,
+              [[(4 * ROOT, 4 * ROOT)], [(-ROOT, ROOT)], [(-3 * ROOT, -3 * ROOT)]], [(1, -1)]),
+    demo_case("of equal ones the first", 1 - 2**-30, [[(2.0, 0.0), ZEROS]], [(-1, -1), (-2, 0)]),
 ]  # fmt: skip
 SHARDED = [
     replace(case, name=f"{case.name}, sharded", settings={**case.settings, "shard": True})
@@ -259,7 +347,7 @@ SHARDED = [
 
 
 def values(model: nn.Module) -> Vector:
-    return tuple(weight.item() for weight in model.parameters())
+    return tuple(torch.cat([weight.detach() for weight in model.parameters()]).tolist())
 
 
 Trained = tuple[list[Vector], list[Vector]]
@@ -270,14 +358,14 @@ def trained(rank: int, case: Case, comm: CommConfig | None = None) -> Trained:
     """One replica under the method."""
     model, optimizer = case.build()
     with no_gpu_needed(late):
-        method = METHODS[case.method](METHODS[case.method].Config(**case.settings), comm)
+        method = METHODS[case.method](comm=comm, **case.settings)
         method.prepare(model, optimizer, co2.Mesh.world(), schedule=case.rate)
     history, shown = [], []
-    for step in range(len(case.expected[0]) * case.settings["tau"]):
+    for step in range(len(case.expected[0]) * case.tau):
         case.set_lr(optimizer, step)
         case.backward(model, step, rank)
         method.step()
-        if (step + 1) % case.settings["tau"] == 0:
+        if (step + 1) % case.tau == 0:
             history.append(values(model))
             with method.consensus():
                 shown.append(values(model))
@@ -328,7 +416,7 @@ def test_reference(case: Case) -> None:
     histories: list[list[Vector]] = [[] for _ in replicas]
     shown: list[Vector] = []
     for number in range(1, len(case.expected[0]) + 1):
-        while replicas[0].steps_done < number * case.settings["tau"]:
+        while replicas[0].steps_done < number * case.tau:
             found = next(rounds)
         if found is None:
             found = mean(replica.weights() for replica in replicas)

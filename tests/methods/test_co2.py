@@ -23,7 +23,7 @@ from co2.methods.shared.outer_step import GapPenalty
 from co2.train.schedule import learning_rate
 from tests.grids import grid, nonempty
 from tests.methods import problem
-from tests.methods.driver import SETTINGS, Session, assert_same
+from tests.methods.driver import SETTINGS, Session, assert_same, drifted
 from tests.methods.test_wire import comm
 from tests.server import environment, fork_program
 from tests.workers import replicas
@@ -136,8 +136,8 @@ def test_every_layout(rank: int, world: int) -> None:
     """Every one trains as the plain path does, and its padding stays zero."""
     for sizes, bucket, shapes in LAYOUTS:
         for fields in (BARE, ELEMENTWISE):
-            plain, _ = drift(rank, sizes, {**fields, "shard": False}, None)
-            history, method = drift(rank, sizes, fields, comm(bucket))
+            plain, _ = drifted(rank, ("co2", {**fields, "shard": False}), sizes, 3 * TAU)
+            history, method = drifted(rank, ("co2", fields), sizes, 3 * TAU, comm(bucket))
             torch.testing.assert_close(history, plain, rtol=1e-12, atol=1e-12)
             assert tuple(method.anchor.shape) == shapes[world - 1]
             buffer, numel = method.mean.buffer, sum(sizes)
@@ -146,27 +146,11 @@ def test_every_layout(rank: int, world: int) -> None:
             assert method.shard.total_numel == numel
             if world == 1 and fields is BARE:
                 assert_same(history, plain)
-    plain, _ = drift(rank, [50, 7], PLAIN, None)
+    plain, _ = drifted(rank, ("co2", PLAIN), [50, 7])
     with patch.dict(flat._CHUNK, cpu=8):
-        history, method = drift(rank, [50, 7], SHARDED, None)
+        history, method = drifted(rank, ("co2", SHARDED), [50, 7])
     assert len(method.anchor) == 8, "a row is no longer than a chunk"
     torch.testing.assert_close(history, plain, rtol=1e-12, atol=1e-12)
-
-
-def drift(
-    rank: int, sizes: list[int], fields: dict[str, Any], comm: co2.CommConfig | None
-) -> tuple[list[Tensor], Any]:
-    """The weights after each step, under gradients that do not depend on them, and the method."""
-    model, optimizer = problem.build_drift(sizes)
-    method = co2.CO2(co2.CO2.Config(**fields), comm)
-    method.prepare(model, optimizer, co2.Mesh.world())
-    history = []
-    for step in range(STEPS):
-        problem.backward_drift(model, step, rank)
-        method.step()
-        history.append(torch.cat([weight.detach().reshape(-1) for weight in model.parameters()]))
-    method.flush()
-    return history, method
 
 
 class SlowBackground:

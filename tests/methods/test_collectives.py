@@ -33,11 +33,13 @@ from tests.methods.driver import (
     MOMENTS,
     OVERLAPPED,
     SETTINGS,
+    Case,
     Session,
     Snapshot,
     assert_same,
     inner,
     inner_of,
+    overrides,
     reference_of,
     replicas_of,
     trajectory,
@@ -154,10 +156,10 @@ def test_consensus_at_the_end_of_the_first_round_of_tau_auto(rank: int) -> None:
 
 
 def on_slow_network(
-    rank: int, name: str, settings: dict[str, Any], delay: Callable[[int], int]
+    rank: int, case: Case, delay: Callable[[int], int]
 ) -> tuple[list[Snapshot], list[bool]]:
     """A trajectory, and of each collective whether it was waited for before its time."""
-    session = Session(rank, name, settings, inner_of((name, settings)))
+    session = Session(rank, *case, inner_of(case))
     history = [session.snapshot()]
     with SlowNetwork(delay) as network:
         for _ in range(STEPS):
@@ -169,27 +171,34 @@ def on_slow_network(
     return history, forced
 
 
+LATE: list[tuple[Case, int]] = [
+    *(((name, SETTINGS[name]), 2) for name in OVERLAPPED),
+    (("co2", SETTINGS["co2"]), 3),
+    *(((name, MOMENTS[name]), 2) for name in ("co2", "co2_keep")),
+]
+
+
+def is_telling(one: tuple[Case, int]) -> bool:
+    (name, settings), world = one
+    return world == 3 or settings is MOMENTS.get(name) or (name in OF_A_KIND and name != "co2")
+
+
 @replicas()
-@pytest.mark.parametrize(
-    ("name", "world"),
-    grid(
-        [*((name, 2) for name in OVERLAPPED), ("co2", 3)],
-        lambda case: case == ("co2", 3) or (case[0] in OF_A_KIND and case[0] != "co2"),
-    ),
-)
-def test_the_network_may_take_a_whole_round(rank: int, world: int, name: str) -> None:
+@pytest.mark.parametrize(("case", "world"), grid(LATE, is_telling), ids=str)
+def test_the_network_may_take_a_whole_round(rank: int, world: int, case: Case) -> None:
     """A collective may take TAU steps, when it runs only because somebody waits for it.
 
     A round of Streaming DiLoCo has one collective per fragment, under way for `delay` steps only. A
-    step of ACCO has one, under way until the next.
+    step of ACCO has one, under way until the next. Moments have one of their own in each round.
     """
-    settings = SETTINGS[name]
+    name, settings = case
     late = 1 if name == "acco" else settings.get("delay", TAU)
-    number = STEPS if name == "acco" else ROUNDS * settings.get("fragments", 1)
-    left = int(name == "acco" or number == ROUNDS)  # of fragments none starts at the last step
-    expected = trajectory(rank, world, name, settings)
+    together = 2 if "average_moments" in settings else 1
+    number = STEPS if name == "acco" else ROUNDS * settings.get("fragments", together)
+    left = 0 if "fragments" in settings else together  # of fragments none starts at the last step
+    expected = trajectory(rank, world, *case, inner_of(case))
     for delay in range(late + 1):
-        history, forced = on_slow_network(rank, name, settings, lambda n, delay=delay: delay)
+        history, forced = on_slow_network(rank, case, lambda n, delay=delay: delay)
         assert_same(history, expected)
         assert len(forced) == number
         if delay == late:
@@ -198,20 +207,8 @@ def test_the_network_may_take_a_whole_round(rank: int, world: int, name: str) ->
             assert not any(forced), "nobody waits before it is due"
     # SlowNetwork runs a collective on the spot: two at once in different order would hang there.
     apart = 0 if "fragments" in settings else 2
-    uneven, _ = on_slow_network(rank, name, settings, lambda n: (n + apart * rank) % (late + 1))
+    uneven, _ = on_slow_network(rank, case, lambda n: (n + apart * rank) % (late + 1))
     assert_same(uneven, expected)
-
-
-@replicas(2)
-@pytest.mark.parametrize("name", ["co2", "co2_keep"])
-def test_means_of_moments_may_take_a_whole_round(rank: int, world: int, name: str) -> None:
-    """They have a collective of their own."""
-    expected = trajectory(rank, world, name, MOMENTS[name], "adamw")
-    for delay in range(TAU + 1):
-        history, forced = on_slow_network(rank, name, MOMENTS[name], lambda n, delay=delay: delay)
-        assert len(forced) == 2 * ROUNDS
-        assert any(forced) == (delay == TAU)
-        assert_same(history, expected)
 
 
 # Which collectives there are.
@@ -404,9 +401,7 @@ def test_no_group_has_two_roles(workers: Pool, tmp_path: Path, name: str) -> Non
         workers,
         2,
         f"method={name}",
-        *(f"{name}.{key}={value}" for key, value in SETTINGS[name].items()),
-        *(("optim.momentum=0",) if name == "demo" else ()),
-        f"optim.name={'adamw' if inner(name) == 'adamw' else 'sgd'}",
+        *overrides(name),
         "train.steps=12",
         "train.eval_every=4",
         "checkpoint.every=4",

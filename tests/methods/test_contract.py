@@ -99,7 +99,10 @@ RUNS.append((FRAGMENTS, 3, "sgd", torch.float32))
 def is_telling(one: Run) -> bool:
     case, world, optimizer, dtype = one
     usual = (3, inner(case[0]), torch.float64)
-    return case in WITH_MOMENTS or (world, optimizer, dtype) == usual or case[0] in OF_A_KIND
+    undone = (case[0], optimizer) == ("acco", "adamw")  # every other step of AdamW is taken back
+    return (
+        case in WITH_MOMENTS or (world, optimizer, dtype) == usual or case[0] in OF_A_KIND or undone
+    )
 
 
 @pytest.mark.parametrize(("case", "world", "optimizer", "dtype"), grid(RUNS, is_telling), ids=str)
@@ -127,33 +130,6 @@ def test_every_choice_shows(optimizer: str) -> None:
 # Were synchronization replaced by nothing.
 
 
-def unsynchronized(rank: int, world: int, case: Case) -> list[list[Snapshot]]:
-    """The replica after 0, 1, … steps: first without any exchange, then as the method does it."""
-    histories = []
-    for way in (nothing_exchanged, nullcontext):
-        session = Session(rank, *case, inner(case[0]))
-        history = [session.snapshot()]  # equal weights, which `prepare` has brought
-        with way(session.model):
-            for _ in range(STEPS):
-                session.step()
-                history.append(session.snapshot())
-            session.method.flush()
-        histories.append(history)
-    return histories
-
-
-@pytest.mark.parametrize(
-    "case",
-    grid(TELLING, lambda case: case[0] in OF_A_KIND, one=True),
-    ids=str,
-)
-def test_the_reference_tells_a_method_from_no_exchange(workers: Pool, case: Case) -> None:
-    dropped, exchanged = zip(*workers.run(unsynchronized, 2, case), strict=True)
-    assert_follows(list(exchanged), case, inner(case[0]))
-    with pytest.raises(AssertionError, match=r"^after round [1-9]"):
-        assert_follows(list(dropped), case, inner(case[0]))
-
-
 FIRST_MEANS: list[Case] = [
     *((name, SETTINGS[name]) for name in ROUNDS_OF),
     ("co2_keep", {"tau": 3, "delay": 1}),
@@ -167,14 +143,29 @@ FIRST_MEANS: list[Case] = [
 
 
 @replicas(2)
-@pytest.mark.parametrize("case", FIRST_MEANS, ids=str)
-def test_the_first_mean_arrives_when_the_method_says(rank: int, world: int, case: Case) -> None:
-    """The first step after which a replica is another than without any exchange."""
-    pairs = enumerate(zip(*unsynchronized(rank, world, case), strict=True))
-    differs = (
-        step for step, (one, other) in pairs if any(not torch.equal(one[k], other[k]) for k in one)
-    )
-    assert next(differs) == min(Session(rank, *case).method.first_means().values())
+@pytest.mark.parametrize(
+    "case", [*FIRST_MEANS, *(case for case in TELLING if case not in FIRST_MEANS)], ids=str
+)
+def test_without_an_exchange_a_replica_is_another(rank: int, case: Case) -> None:
+    """From the step on in which the method says that the first mean arrives, and by more than it
+    may differ from its reference."""
+    histories = []
+    for way in (nothing_exchanged, nullcontext):
+        session = Session(rank, *case, inner(case[0]))
+        history = [session.snapshot()]  # equal weights, which `prepare` has brought
+        with way(session.model):
+            for _ in range(STEPS):
+                session.step()
+                history.append(session.snapshot())
+            session.method.flush()
+        histories.append(history)
+    pairs = list(zip(*histories, strict=True))
+    alike = [all(torch.equal(one[key], other[key]) for key in one) for one, other in pairs]
+    first = alike.index(False)
+    firsts = session.method.first_means().values() if case in FIRST_MEANS else [first]
+    assert first == min(firsts) > 0
+    with pytest.raises(AssertionError, match="not close"):
+        torch.testing.assert_close(*pairs[-1], rtol=1e-6, atol=1e-6)
 
 
 # One replica alone.

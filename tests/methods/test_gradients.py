@@ -2,19 +2,16 @@
 1-bit Adam and 0/1 Adam. What the tables expect was typed, not computed by the code."""
 
 import math
-from dataclasses import dataclass
-from itertools import product
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 import co2
 from co2.comm import dct_mean, flat
-from co2.comm.compressed_mean import CompressedMean
 from co2.config import CommConfig
 from co2.errors import ConfigError
 from co2.methods import METHODS
@@ -22,8 +19,7 @@ from co2.methods.onebit_adam import OneBitAdam
 from co2.methods.zero_one_adam import ZeroOneAdam, interval
 from tests.engine.test_memory import LargestAllocation
 from tests.methods import problem
-from tests.methods.driver import ADAM, SETTINGS, Session, assert_same, replicas_of, trajectory
-from tests.reference.replica import mean
+from tests.methods.driver import ADAM, SETTINGS, Session, assert_same, trajectory
 from tests.reference.signs import exchanges, refreshes
 from tests.workers import everybody, replicas
 
@@ -84,82 +80,6 @@ def test_else_it_is_refused(rank: int, first: int) -> None:
         model(torch.ones(2, 3), 0)
 
 
-# ACCO. The weight starts at `start`; a call's gradient is `slope` times the weight plus the entry
-# for the replica and the half. With a slope of 0 the pipeline, once filled, is plain training.
-
-CALLS = 7
-
-
-@dataclass
-class Case:
-    name: str
-    halves: list[tuple[float, float]]
-    """By replica: the gradients of its first and of its second halves."""
-    expected: list[float]
-    """The weight after each call: x_0, x̃_1, x_1, x̃_2, x_2, …"""
-    start: float = 0.0
-    slope: float = 0.0
-    lr: tuple[float, ...] = (1.0,) * CALLS
-    momentum: float = 0.0
-
-
-CASES = [
-    Case("constant", [(1, 1)], [0, -1, -1, -2, -2, -3, -3]),
-    Case("the mean of two halves", [(1, 3)], [0, -1, -2, -3, -4, -5, -6]),
-    Case("the mean of two replicas", [(1, 0), (3, 8)], [0, -2, -3, -5, -6, -8, -9]),
-    Case("the rate of the call", [(1, 1)], [0, -0.5, -2, -5, -6], lr=(1.0, 0.5, 2.0, 3.0, 4.0)),
-    # the buffer is 1, 3/2, 7/4; a step that was not undone would count twice
-    Case("momentum", [(1, 1)], [0, -1, -1, -2.5, -2.5, -4.25, -4.25], momentum=0.5),
-    # g~ = 10, 5, 3.5, 2.5 at x~ = 8, 3, 1.5, 0.5; g = 6, 2, 0.25 at x = 8, 4, 2.25
-    Case("gradients are taken where the weights are", [(2, -2)],
-         [8, 3, 4, 1.5, 2.25, 0.5, 1.3125], start=8.0, slope=1.0, lr=(0.5,) * CALLS),
-]  # fmt: skip
-
-
-@replicas()
-@pytest.mark.parametrize(("world", "case"), [(len(case.halves), case) for case in CASES], ids=str)
-def test_acco_by_hand(rank: int, world: int, case: Case) -> None:
-    weight = nn.Parameter(torch.full((1,), case.start, dtype=torch.float64))
-    optimizer = SGD([weight], lr=1.0, momentum=case.momentum)
-    method = co2.ACCO()
-    method.prepare(nn.ParameterList([weight]), optimizer, co2.Mesh.world())
-    history = []
-    for call in range(len(case.expected)):
-        optimizer.param_groups[0]["lr"] = case.lr[call]
-        weight.grad = case.slope * weight.detach() + case.halves[rank][call % 2]
-        method.step()
-        optimizer.zero_grad()
-        history.append(weight.item())
-    method.flush()
-    assert history == pytest.approx(case.expected, abs=1e-12)
-
-
-@replicas(2)
-def test_gradients_that_ignore_the_weights_make_plain_training(rank: int) -> None:
-    """With AdamW too: x_t is its t-th step with the means of both halves and all replicas, and its
-    count of steps."""
-    (model, _), (plain, _) = problem.build_drift([3, 5]), problem.build_drift([3, 5])
-    optimizer, alone = (AdamW(m.parameters(), lr=0.1, weight_decay=0.1) for m in (model, plain))
-    method = co2.ACCO()
-    method.prepare(model, optimizer, co2.Mesh.world())
-    for call in range(CALLS):
-        problem.backward_drift(model, call, rank)
-        method.step()
-        if call % 2:
-            continue
-        torch.testing.assert_close([*model.parameters()], [*plain.parameters()])
-        means = [torch.zeros_like(weight) for weight in plain.parameters()]
-        for half, other in product((call, call + 1), range(2)):
-            problem.backward_drift(plain, half, other)
-            for total, weight in zip(means, plain.parameters(), strict=True):
-                total += weight.grad / 4  # type: ignore[operator]
-        for total, weight in zip(means, plain.parameters(), strict=True):
-            weight.grad = total
-        alone.step()
-    method.flush()
-    assert optimizer.state_dict()["state"][0]["step"] == (CALLS - 1) // 2
-
-
 # DeMo.
 
 SHAPES = [(8, 12), (12,), (6, 4, 3, 2), (), (0,), (7, 5), (16, 12), (31,)]
@@ -195,62 +115,12 @@ def test_blocks_are_all_of_every_tensor(most: int) -> None:
     assert largest <= max(most, 3 * 24)  # the widest row of blocks
 
 
-ROOT = math.sqrt(0.5)
-ZEROS = [0.0, 0.0]
-STEPPED: list[tuple[float, list[list[list[float]]], list[list[float]]]] = [
-    # Of (3, 1) the wave (1, 1) has the coefficient √8, and (1, −1) √2. Then that is the largest:
-    # what is left of it, √2/2, beside 0.
-    (0.5, [[[3.0, 1.0], ZEROS, ZEROS]], [[-1.0, -1.0], [-2.0, 0.0], [-2.0, 0.0]]),
-    # Replica 0 sends 4 of (1, 1)/√2, replica 1 −1 of (1, −1)/√2, and replica 2 as replica 0, but
-    # −3: the mean of the first wave is ½. Had all counted, it would be ⅓, as is −1/3 of the second;
-    # now −1 outweighs it.
-    (0.9, [[[4 * ROOT, 4 * ROOT]], [[-ROOT, ROOT]], [[-3 * ROOT, -3 * ROOT]]], [[1.0, -1.0]]),
-    # Of equal ones the first is sent.
-    (1 - 2**-30, [[[2.0, 0.0], ZEROS]], [[-1.0, -1.0], [-2.0, 0.0]]),
-]
-"""Decay, gradients of each replica in each step, and the weight after each, at a rate of 1."""
-
-
-@replicas()
-@pytest.mark.parametrize(
-    ("world", "case"), [(len(case[1]), case) for case in STEPPED], ids=["left", "mean", "equal"]
-)
-def test_demo_by_hand(rank: int, world: int, case: tuple[float, Any, Any]) -> None:
-    """Of a block the largest coefficient is sent, and the rest stays."""
-    decay, gradients, expected = case
-    weight = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    method = method_of(SGD([weight], lr=1.0), [weight], decay=decay, top_k=1)
-    history = []
-    for gradient in gradients[rank]:
-        weight.grad = torch.tensor(gradient, dtype=torch.float64)
-        method.step()
-        history.append(weight.tolist())
-    method.flush()
-    assert history == expected
-
-
 def test_where_nothing_is_sent_nothing_moves() -> None:
     """But for weight decay."""
     weight = nn.Parameter(torch.ones(4, 4))
     method = method_of(SGD([weight], lr=0.5, weight_decay=0.5), [weight])
     method.step()
     assert_same(weight.detach(), torch.full((4, 4), 0.75))
-
-
-@replicas(3)
-def test_when_all_is_sent_it_is_sgd_of_the_means_signs(rank: int, world: int) -> None:
-    generators = [torch.Generator().manual_seed(number) for number in range(world)]
-    weight, other = (nn.Parameter(torch.ones(6, 10, dtype=torch.float64)) for _ in range(2))
-    method = method_of(SGD([weight], lr=0.1, weight_decay=0.1), [weight], decay=0.0, top_k=99)
-    plain = SGD([other], lr=0.1, weight_decay=0.1)
-    for _ in range(5):
-        gradients = [torch.randn(6, 10, generator=one, dtype=torch.float64) for one in generators]
-        weight.grad = gradients[rank].clone()
-        method.step()
-        other.grad = torch.stack(gradients).mean(dim=0).sign()
-        plain.step()
-    method.flush()
-    assert_same(weight.detach(), other.detach())
 
 
 @replicas()
@@ -315,31 +185,6 @@ def test_until_the_freeze_it_is_allreduce(
         own = trajectory(rank, world, "onebit_adam", settings, optimizer, dtype)
         assert_same(own[: freeze_step + 1], ddp[: freeze_step + 1])
         assert torch.equal(own[-1]["scale"], ddp[-1]["scale"]) == (freeze_step == STEPS)
-
-
-@replicas(3)
-def test_refreshed_and_exchanged_at_every_step_it_is_adam(rank: int, world: int) -> None:
-    """Adam with averaged gradients, its m without bias correction, by hand."""
-    session = Session(rank, "zero_one_adam", {"freeze_step": 99, "kappa": 99, "max_interval": 1})
-    simulated = replicas_of("adamw", world)
-    for optimizer in (session.optimizer, simulated[0].optimizer):
-        for group in optimizer.param_groups:
-            group["weight_decay"] = 0.0
-    (beta1, beta2), eps = (session.optimizer.param_groups[0][key] for key in ("betas", "eps"))
-    x = simulated[0].weights()
-    m, v = torch.zeros_like(x), torch.zeros_like(x)
-    with patch.object(CompressedMean, "mean_", side_effect=AssertionError):  # means are exact
-        for step in range(20):
-            for replica in simulated:
-                replica.set_weights(x)
-                replica.gradients()
-                replica.steps_done += 1
-            g = mean(replica.gradient() for replica in simulated)
-            m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-            size = (v / (1 - beta2 ** (step + 1))).sqrt() + eps
-            x = x - simulated[0].lr_by_element() * m / size
-            session.step()
-            torch.testing.assert_close(session.method.flat.copy(), x, rtol=1e-9, atol=1e-9)
 
 
 def test_intervals_that_the_learning_rate_drives() -> None:

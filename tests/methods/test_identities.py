@@ -19,6 +19,7 @@ from tests.methods.driver import (
     Session,
     Snapshot,
     assert_same,
+    drifted,
     inner,
     trajectory,
 )
@@ -51,7 +52,8 @@ OUTER = {"outer_lr": 0.7, "outer_momentum": 0.6}
 ONE_FRAGMENT = {"fragments": 1, "delay": 0, "mixing": 0.0}
 OF_ADAM = {"slow_beta": 0.9, "slow_weight": 1.0}
 
-SAME: list[tuple[str, Case, Case]] = [
+Pair = tuple[str, Case, Case]
+SAME: list[Pair] = [
     ("sgd adamw", case("diloco", **PLAIN), LOCAL_SGD),
     ("adamw", case("co2_keep", "co2_keep", **ALL_WAIT), case("co2_keep", "co2_keep", delay=0)),
     ("adamw", case("co2_keep", keep_local=0.6, delay=TAU), case("co2_keep", keep_local=0.6)),
@@ -64,7 +66,7 @@ SAME: list[tuple[str, Case, Case]] = [
 ]
 """Inner optimizers, and two cases that are bit for bit one on three replicas."""
 
-CLOSE: list[tuple[str, Case, Case]] = [
+CLOSE: list[Pair] = [
     ("plain momentum sgd decay", ("allreduce", {}), case("local_sgd", tau=1)),
     ("sgd adamw", ("sparta", {"share": 1.0}), case("local_sgd", tau=1)),
     ("sgd adamw", case("slowmo", **PLAIN), LOCAL_SGD),
@@ -96,8 +98,8 @@ CLOSE: list[tuple[str, Case, Case]] = [
 ]
 """The same, but for rounding."""
 
-ALONE: list[tuple[str, Case, Case]] = [
-    ("sgd adamw", case("eager_diloco", "diloco"), case("diloco", "diloco")),
+ALONE_CLOSE: list[Pair] = [("sgd adamw", case("eager_diloco", "diloco"), case("diloco", "diloco"))]
+ALONE: list[Pair] = [
     # Averaging moments changes no bit, however late it is.
     *(("adamw", (name, MOMENTS[name]), case(name, name)) for name in MOMENTS),
     (
@@ -106,35 +108,23 @@ ALONE: list[tuple[str, Case, Case]] = [
         case("mt_dao", "mt_dao", first_moment_every=TAU),
     ),
 ]
-"""On one replica, but for rounding."""
+"""On one replica."""
+TABLES = ((SAME, 3, True), (CLOSE, 3, False), (ALONE, 1, True), (ALONE_CLOSE, 1, False))
+ALIKE = [
+    (world, optimizer, one, other, exact)
+    for table, world, exact in TABLES
+    for words, one, other in table
+    for optimizer in words.split()
+]
 
 
-def each(table: list[tuple[str, Case, Case]]) -> list[Any]:
-    return [(optimizer, one, other) for words, one, other in table for optimizer in words.split()]
-
-
-@replicas(3)
-@pytest.mark.parametrize(("optimizer", "one", "other"), each(SAME), ids=str)
-def test_the_same(rank: int, world: int, optimizer: str, one: Case, other: Case) -> None:
-    first, second = (trajectory(rank, world, *kind, optimizer) for kind in (one, other))
-    assert_same(first, second)
-
-
-@replicas(3)
-@pytest.mark.parametrize(("optimizer", "one", "other"), each(CLOSE), ids=str)
-def test_the_same_but_for_rounding(
-    rank: int, world: int, optimizer: str, one: Case, other: Case
+@replicas()
+@pytest.mark.parametrize(("world", "optimizer", "one", "other", "exact"), ALIKE, ids=str)
+def test_the_same(
+    rank: int, world: int, optimizer: str, one: Case, other: Case, exact: bool
 ) -> None:
-    assert_alike(*(trajectory(rank, world, *kind, optimizer) for kind in (one, other)))
-
-
-@pytest.mark.parametrize(("optimizer", "one", "other"), each(ALONE), ids=str)
-def test_the_same_alone(optimizer: str, one: Case, other: Case) -> None:
-    first, second = (trajectory(0, 1, *kind, optimizer) for kind in (one, other))
-    if one[0] == "eager_diloco":
-        assert_alike(first, second)
-    else:
-        assert_same(first, second)
+    first, second = (trajectory(rank, world, *kind, optimizer) for kind in (one, other))
+    (assert_same if exact else assert_alike)(first, second)
 
 
 @pytest.mark.parametrize(
@@ -157,19 +147,9 @@ def test_local_sgd_of_one_step_is_not_allreduce_for_adam(rank: int, world: int) 
         assert_alike(ddp, trajectory(rank, world, "local_sgd", {"tau": 1}, "adamw"))
 
 
-def drifted(rank: int, world: int, name: str, settings: dict[str, Any]) -> list[Tensor]:
-    """Round starts 1, 2, ... under gradients that do not depend on the weights."""
-    model, optimizer = problem.build_drift([4, 7])
-    method = METHODS[name](METHODS[name].Config(**settings))
-    method.prepare(model, optimizer, co2.Mesh.world())
-    starts = []
-    for step in range(5 * TAU):
-        problem.backward_drift(model, step, rank)
-        method.step()
-        if (step + 1) % TAU == 0:
-            starts.append(torch.cat([weight.detach().clone() for weight in model.parameters()]))
-    method.flush()
-    return starts
+def round_starts(rank: int, case: Case) -> list[Tensor]:
+    """The weights after each round."""
+    return drifted(rank, case)[0][TAU - 1 :: TAU]
 
 
 DRIFTS: list[tuple[Case, Case]] = [
@@ -181,134 +161,110 @@ DRIFTS: list[tuple[Case, Case]] = [
 
 @replicas(3)
 @pytest.mark.parametrize(("late", "in_time"), DRIFTS, ids=str)
-def test_co2_is_another_a_round_late(rank: int, world: int, late: Case, in_time: Case) -> None:
-    found, expected = (drifted(rank, world, *kind) for kind in (late, in_time))
+def test_co2_is_another_a_round_late(rank: int, late: Case, in_time: Case) -> None:
+    found, expected = round_starts(rank, late), round_starts(rank, in_time)
     torch.testing.assert_close(found[1:], expected[:-1], rtol=1e-12, atol=1e-12)
 
 
 @replicas(3)
-def test_kept_progress_that_keeps_none_is_co2_from_the_second_round_on(
-    rank: int, world: int
-) -> None:
+def test_kept_progress_that_keeps_none_is_co2_from_the_second_round_on(rank: int) -> None:
     """CO2 throws the first round's end away, where nothing has arrived; kept progress does not."""
-    kept = drifted(rank, world, *case("co2_keep", keep_local=0.0, momentum_weight=0.0))
-    late = drifted(rank, world, *case("co2", **PLAIN, gap_penalty="none"))
+    kept = round_starts(rank, case("co2_keep", keep_local=0.0, momentum_weight=0.0))
+    late = round_starts(rank, case("co2", **PLAIN, gap_penalty="none"))
     torch.testing.assert_close(kept[1:], late[1:])
 
 
-# Two replicas, one weight, gradients 1 and 3. With β1 = β2 = ½ the moments after one step are
+# Two replicas, one weight. With β1 = β2 = ½ and gradients 1 and 3 the moments after one step are
 # m = ½, 3/2 and v = ½, 9/2; after two of the same gradients ¾, 9/4 and ¾, 27/4. All was typed.
 
-Pair = tuple[float, float]
-
-
-def moments_of(
-    rank: int, name: str, settings: dict[str, Any], gradients: list[float]
-) -> list[Pair]:
-    """m and v of a replica after each step, of one weight."""
-    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    optimizer = AdamW([weight], lr=0.1, betas=(0.5, 0.5))
-    method = METHODS[name](METHODS[name].Config(**settings))
-    method.prepare(nn.ParameterList([weight]), optimizer, co2.Mesh.world())
-    history = []
-    for gradient in gradients:
-        weight.grad = torch.full_like(weight, gradient)
-        method.step()
-        state = optimizer.state[weight]
-        history.append((state["exp_avg"].item(), state["exp_avg_sq"].item()))
-    method.flush()
-    return history
-
-
-BY_HAND: list[tuple[str, dict[str, Any], list[list[Pair]]]] = [
+Moments = list[tuple[float, float]]
+LATE_MT_DAO = {"slow_beta": 0.5, "late_momentum": True}
+BY_HAND: list[tuple[str, dict[str, Any], Moments, Moments]] = [
     # after step 2 the mean of m = ¾, 9/4; after step 3 the mean of v = ⅞, 63/8
     (
         "desloc",
         {"tau": 5, "first_moment_every": 2, "second_moment_every": 3},
-        [[(0.5, 0.5), (1.5, 0.75), (1.25, 4.375)], [(1.5, 4.5), (1.5, 6.75), (2.25, 4.375)]],
+        [(0.5, 0.5), (1.5, 0.75), (1.25, 4.375)],
+        [(1.5, 4.5), (1.5, 6.75), (2.25, 4.375)],
     ),
     # u is sent after step 2, and its mean 3/2 arrives after step 4: a quarter of what it adds
     (
         "mt_dao",
-        {
-            **{"tau": 2, "slow_beta": 0.5, "first_moment_every": 2, "second_moment_every": 9},
-            "late_momentum": True,
-        },
-        [
-            [(0.5, 0.5), (0.75, 0.75), (0.875, 0.875), (0.9375 + 0.1875, 0.9375)],
-            [(1.5, 4.5), (2.25, 6.75), (2.625, 7.875), (2.8125 - 0.1875, 8.4375)],
-        ],
+        {"tau": 2, "first_moment_every": 2, "second_moment_every": 9, **LATE_MT_DAO},
+        [(0.5, 0.5), (0.75, 0.75), (0.875, 0.875), (0.9375 + 0.1875, 0.9375)],
+        [(1.5, 4.5), (2.25, 6.75), (2.625, 7.875), (2.8125 - 0.1875, 8.4375)],
     ),
     (
         "diloco",
         {"tau": 2, "average_moments": True},
-        [[(0.5, 0.5), (1.5, 3.75)], [(1.5, 4.5), (1.5, 3.75)]],
+        [(0.5, 0.5), (1.5, 3.75)],
+        [(1.5, 4.5), (1.5, 3.75)],
     ),
     # sent after step 2, the means 3/2 and 15/4 arrive after step 3: the half of what they add
     (
         "co2_keep",
         {"tau": 2, "delay": 1, "average_moments": True},
-        [
-            [(0.5, 0.5), (0.75, 0.75), (0.875 + 0.375, 0.875 + 1.5)],
-            [(1.5, 4.5), (2.25, 6.75), (2.625 - 0.375, 7.875 - 1.5)],
-        ],
+        [(0.5, 0.5), (0.75, 0.75), (0.875 + 0.375, 0.875 + 1.5)],
+        [(1.5, 4.5), (2.25, 6.75), (2.625 - 0.375, 7.875 - 1.5)],
     ),
     # after step 4 a quarter of it: m = 15/16, 45/16 and v = 15/16, 135/16 without any mean
     (
         "co2",
         {"tau": 2, "average_moments": True},
-        [
-            [(0.5, 0.5), (0.75, 0.75), (0.875, 0.875), (0.9375 + 0.1875, 0.9375 + 0.75)],
-            [(1.5, 4.5), (2.25, 6.75), (2.625, 7.875), (2.8125 - 0.1875, 8.4375 - 0.75)],
-        ],
+        [(0.5, 0.5), (0.75, 0.75), (0.875, 0.875), (0.9375 + 0.1875, 0.9375 + 0.75)],
+        [(1.5, 4.5), (2.25, 6.75), (2.625, 7.875), (2.8125 - 0.1875, 8.4375 - 0.75)],
     ),
 ]
-
-
-@replicas(2)
-@pytest.mark.parametrize(("name", "settings", "expected"), BY_HAND)
-def test_moments_by_hand(
-    rank: int, name: str, settings: dict[str, Any], expected: list[list[Pair]]
-) -> None:
-    found = moments_of(rank, name, settings, [1.0 + 2.0 * rank] * len(expected[0]))
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected[rank]), rtol=0, atol=1e-6)
-
-
-SEEN_BY_ONE: list[tuple[str, dict[str, Any], list[list[Pair]]]] = [
+SEEN_BY_ONE: list[tuple[str, dict[str, Any], Moments, Moments]] = [
     # Until replica 1 has a v it takes in no m; both come in step 3: v is the mean of ⅞ and 0, m
     # that of 21/32 and 0, because replica 0 goes on from a half of its m twice.
     (
         "desloc",
         {"tau": 9, "first_moment_every": 1, "second_moment_every": 3},
-        [
-            [(0.25, 0.5), (0.3125, 0.75), (0.328125, 0.4375)],
-            [(0.0, 0.0), (0.0, 0.0), (0.328125, 0.4375)],
-        ],
+        [(0.25, 0.5), (0.3125, 0.75), (0.328125, 0.4375)],
+        [(0.0, 0.0), (0.0, 0.0), (0.328125, 0.4375)],
     ),
     # Each step brings the mean of the step before. Replica 1 takes in none while its v is 0, as it
     # still is when that of step 2 comes; v is averaged after it. Replica 0's u are ½, then
     # ¾ − ½ (½ − ¼), then 13/16 − ½ (5/8 − 5/16).
     (
         "mt_dao",
-        {
-            **{"tau": 1, "slow_beta": 0.5, "first_moment_every": 1, "second_moment_every": 3},
-            "late_momentum": True,
-        },
-        [
-            [(0.5, 0.5), (0.625, 0.75), (0.65625, 0.4375)],
-            [(0.0, 0.0), (0.0, 0.0), (0.0, 0.4375)],
-        ],
+        {"tau": 1, "first_moment_every": 1, "second_moment_every": 3, **LATE_MT_DAO},
+        [(0.5, 0.5), (0.625, 0.75), (0.65625, 0.4375)],
+        [(0.0, 0.0), (0.0, 0.0), (0.0, 0.4375)],
     ),
 ]
+"""The gradients are 1 and 0. No mean is divided by nothing."""
 
 
 @replicas(2)
-@pytest.mark.parametrize(("name", "settings", "expected"), SEEN_BY_ONE)
-def test_a_mean_is_not_divided_by_nothing(
-    rank: int, name: str, settings: dict[str, Any], expected: list[list[Pair]]
+@pytest.mark.parametrize(
+    ("gradients", "name", "settings", "expected"),
+    [
+        *(((1.0, 3.0), name, settings, both) for name, settings, *both in BY_HAND),
+        *(((1.0, 0.0), name, settings, both) for name, settings, *both in SEEN_BY_ONE),
+    ],
+)
+def test_moments_by_hand(
+    rank: int,
+    gradients: tuple[float, float],
+    name: str,
+    settings: dict[str, Any],
+    expected: list[Moments],
 ) -> None:
-    """Of a weight that only replica 0 has gradients for."""
-    assert moments_of(rank, name, settings, [1.0 - rank] * 3) == expected[rank]
+    """m and v of each replica after each step."""
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = AdamW([weight], lr=0.1, betas=(0.5, 0.5))
+    method = METHODS[name](**settings)
+    method.prepare(nn.ParameterList([weight]), optimizer, co2.Mesh.world())
+    history = []
+    for _ in expected[rank]:
+        weight.grad = torch.full_like(weight, gradients[rank])
+        method.step()
+        state = optimizer.state[weight]
+        history.append((state["exp_avg"].item(), state["exp_avg_sq"].item()))
+    method.flush()
+    assert history == expected[rank]
 
 
 @replicas(2)

@@ -6,7 +6,7 @@ its interpreter, and few launches."""
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -19,17 +19,16 @@ from torch.optim import SGD
 
 import co2
 from benchmarks.launches import ROUNDS, gpt2, of_gpt2
-from co2.comm import codec, sparse_mean
+from co2.comm import codec, dct_mean, sparse_mean
 from co2.comm.background_mean import BackgroundMean
 from co2.comm.codec import BITS, Codec, Scales
 from co2.comm.compressed_mean import CompressedMean
-from co2.comm.sparse_mean import SparseMean, largest
+from co2.comm.sparse_mean import SparseMean, add_in_order, largest, num_messages
 from tests.grids import grid
 from tests.methods.driver import assert_same
 from tests.methods.interpreted import Case, results
-from tests.reference import REFERENCES
-from tests.reference import sparseloco as reference
-from tests.reference.replica import Replica
+from tests.methods.network import Recorder
+from tests.reference.blocking import few
 from tests.reference.two_stages import TwoStages
 from tests.server import ROOT, environment
 from tests.workers import Pool, everybody, replicas
@@ -181,7 +180,7 @@ def test_equals_two_stages_in_one_place(
 @replicas(3)
 @pytest.mark.parametrize("kind", [*KINDS, "sparse"])
 def test_nothing_is_lost(rank: int, world: int, kind: str) -> None:
-    """Over 100 steps what went in is what came out and what the errors hold."""
+    """Over 40 steps what went in is what came out and what the errors hold."""
     sizes = [5000, 9] if kind == "sparse" else [20, 9]
     numel, dtype = sum(sizes), torch.float32
     packed: Any = (
@@ -190,7 +189,7 @@ def test_nothing_is_lost(rank: int, world: int, kind: str) -> None:
         else compressed_mean(sizes, kind, dtype)
     )
     went_in, came_out = (torch.zeros(numel, dtype=torch.float64) for _ in range(2))
-    for step in range(100):
+    for step in range(40):
         given = vectors(numel, step, world, dtype)
         went_in += torch.stack(given).double().mean(dim=0)
         packed.mean_(given[rank])
@@ -331,7 +330,7 @@ def test_equals_what_is_written_in_one_place(
         sent = []
         for rank, vector in enumerate(vectors(sum(sizes), step, world, torch.float64)):
             corrected = 0.5 * errors[rank] + vector
-            sent.append(reference.few(corrected, sizes, density))
+            sent.append(few(corrected, sizes, density))
             errors[rank] = corrected - sent[rank]
             torch.testing.assert_close(runs[rank][step][1], errors[rank], rtol=1e-12, atol=1e-12)
         for run in runs:
@@ -364,63 +363,82 @@ def test_bytes_are_14_bits_a_value_and_32_a_chunk(
     mean.close()
 
 
-CLOSED: dict[float, list[list[float]]] = {
-    # The errors of the second element: 1, 2, 3, 4, 5. At 4 there is a tie, and the first goes.
-    1.0: [[-4, 0], [-8, 0], [-12, 0], [-16, 0], [-16, -5], [-24, -5]],
-    # 1, 1.5, 1.75, …: it never comes to 4.
-    0.5: [[-4, 0], [-8, 0], [-12, 0], [-16, 0], [-20, 0], [-24, 0]],
-    0.0: [[-4, 0], [-8, 0], [-12, 0], [-16, 0], [-20, 0], [-24, 0]],
-}
-"""β → the two elements of a weight after each round, of which one is sent. They move by 4 and 1."""
+# Many replicas send several messages, one after the other: what is received takes no more memory
+# than the vector, and the mean is that of one message.
+
+SHAPES = [(50, 100), (9000,), (3,), (64, 64), (40, 300)]
 
 
-def pull(model: nn.Module, step: int = 0) -> None:
-    for weight in model.parameters():
-        weight.grad = torch.tensor([2.0, 0.5], dtype=weight.dtype)
+def drawn(rank: int, step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
 
 
-@pytest.mark.parametrize("decay", CLOSED)
-def test_an_element_moves_once_its_error_has_grown(decay: float) -> None:
-    """In the method, and in its reference."""
-    settings = {"tau": 2, "density": 0.5, "outer_lr": 1.0, "error_decay": decay}
-    weight, other = (nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2))
-    model, optimizer = nn.ParameterList([weight]), SGD([weight], lr=1.0)
-    method = co2.SparseLoCo(co2.SparseLoCo.Config(**settings))
-    method.prepare(model, optimizer, co2.Mesh.world())
-    replica = Replica(
-        nn.ParameterList([other]), SGD([other], lr=1.0), pull, lambda optimizer, step: None
-    )
-    rounds = REFERENCES["sparseloco"]([replica], **settings)
-    for expected in CLOSED[decay]:
-        for _ in range(2):
-            pull(model)
-            method.step()
-        next(rounds)
-        assert weight.tolist() == replica.weights().tolist() == expected
+def sparse_twice(rank: int) -> list[Tensor]:
+    """A mean and what is left over, after two rounds."""
+    vectors = [torch.cat([part.flatten() for part in drawn(rank, step)]) for step in range(2)]
+    mesh, sizes = co2.Mesh.world(), [part.numel() for part in drawn(rank, 0)]
+    mean = BackgroundMean(sum(sizes), mesh, dtype=torch.float64)
+    taken = SparseMean(sizes, mesh, mean, 0.1, 0.9)
+    for vector in vectors:
+        mean.buffer.copy_(vector)
+        taken.start(mean.buffer)
+        mean.wait()
+    found = [mean.buffer.clone(), taken.error]
+    mean.close()
+    return found
 
 
-@replicas(2)
-def test_when_all_is_sent_it_is_local_sgd(rank: int) -> None:
-    """Where displacements have two magnitudes, 1 and 4."""
-    found = []
-    for method in (
-        co2.SparseLoCo(tau=2, density=1.0, outer_lr=1.0, error_decay=0.0),
-        co2.LocalSGD(tau=2),
-    ):
-        weight = nn.Parameter(torch.zeros(50))
-        method.prepare(nn.ParameterList([weight]), SGD([weight], lr=1.0), co2.Mesh.world())
-        generator, history = torch.Generator().manual_seed(rank), []
-        sizes = 4.0 ** (torch.arange(50) % 2)
-        for _ in range(6):
-            signs = torch.randint(2, (50,), generator=generator) - 0.5
-            for _ in range(2):
-                weight.grad = signs * sizes
-                method.step()
-            history.append(weight.detach().clone())
-        method.flush()
-        found.append(history)
+def waves_twice(rank: int) -> list[Tensor]:
+    """Weights after two steps of DeMo, and its momentum, as a sum for each wave."""
+    weights = [nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in SHAPES]
+    kind = co2.METHODS["demo"]
+    method = kind(kind.Config(top_k=3, block=4))
+    method.prepare(nn.ParameterList(weights), SGD(weights, lr=0.1), co2.Mesh.world())
+    for step in range(2):
+        for weight, gradient in zip(weights, drawn(rank, step), strict=True):
+            weight.grad = gradient
+        method.step()
+    method.flush()
+    return [weight.detach() for weight in weights]
+
+
+@replicas(3)
+@pytest.mark.parametrize("act", [sparse_twice, waves_twice])
+def test_several_messages_are_one(rank: int, act: Callable[[int], list[Tensor]]) -> None:
+    found, counts = [], []
+    for several in (1, 4):
+        with (
+            patch.multiple(sparse_mean, _PIECE=2 * 4096, num_messages=lambda *_, n=several: n),
+            patch.multiple(dct_mean, _LEAST=100, num_messages=lambda *_, n=several: n),
+            Recorder() as recorder,
+        ):
+            found.append(act(rank))
+        counts.append(sum(call[1] == "all_gather_into_tensor" for call in recorder.log))
     assert_same(*found)
-    assert len(found[0][-1].unique()) > 4
+    assert counts[1] >= counts[0] + 2 * 2, counts
+
+
+def test_as_many_as_the_memory_of_the_vector_asks_for() -> None:
+    most = 1 << 30
+    found = [num_messages(share * most, most) for share in (0.0, 0.99, 1.0, 1.01, 9.5)]
+    assert found == [1, 1, 1, 2, 10] and num_messages(1e6, 1000) == 1
+
+
+def test_of_one_place_the_values_are_added_in_their_order() -> None:
+    """1 + 2⁻⁵³ + 2⁻⁵³ is 1 in fp64, and more in another order."""
+    out, tiny = torch.zeros(2, dtype=torch.float64), 2.0**-53
+    values = torch.tensor([1.0, tiny, tiny, tiny, tiny, 1.0], dtype=torch.float64)
+    add_in_order(out, torch.tensor([0, 0, 0, 1, 1, 1]), values)
+    assert out.tolist() == [1.0, 1 + 2 * tiny]
+
+
+@pytest.mark.parametrize("name", ["demo", "sparseloco"])
+def test_512_replicas_take_little_more_than_eight(name: str) -> None:
+    """Of GPT-2 small: two words a parameter at most, and some launches for each message."""
+    few, many = of_gpt2(name, 8), of_gpt2(name, 512)
+    assert many.words <= few.words + 2
+    assert many.collectives <= 12 and len(many.log) <= 2 * len(few.log) + 20 * many.collectives
 
 
 # Kernels.

@@ -23,12 +23,8 @@ from co2.methods.shared.fragments import dealt, offset
 from co2.methods.streaming_diloco import StreamingDiLoCo, layer, strided, sync_step
 from tests.grids import grid
 from tests.methods import problem
-from tests.methods.driver import SETTINGS, assert_same, replicas_of, trajectory
-from tests.methods.test_identities import TAU, drifted
-from tests.reference import REFERENCES
-from tests.reference.co2 import co2_keep
-from tests.reference.kept_fragments import in_fragments
-from tests.reference.replica import Replica
+from tests.methods.driver import SETTINGS, assert_same, drifted, trajectory
+from tests.methods.test_identities import TAU, round_starts
 from tests.workers import everybody, replicas
 
 # NoLoCo.
@@ -58,22 +54,11 @@ HEAVY_BALL = {"tau": TAU, "outer_lr": 0.8, "outer_momentum": 0.6}
 def test_the_mean_is_heavy_ball_diloco(rank: int, world: int, pull: float) -> None:
     """Which SlowMo is at a constant inner rate. On up to two replicas γ finds no difference to pull
     at, and each is the mean."""
-    pairs = everybody(drifted(rank, world, "noloco", {**HEAVY_BALL, "pull": pull}))
-    together = drifted(rank, world, "slowmo", HEAVY_BALL)
+    pairs = everybody(round_starts(rank, ("noloco", {**HEAVY_BALL, "pull": pull})))
+    together = round_starts(rank, ("slowmo", HEAVY_BALL))
     for starts, mean in zip(zip(*pairs, strict=True), together, strict=True):
         torch.testing.assert_close(sum(starts) / world, mean, rtol=1e-12, atol=1e-12)
         assert all(torch.equal(start, starts[0]) for start in starts) == (world < 3)
-
-
-def matchings(of: list[int]) -> list[list[tuple[int, int]]]:
-    if not of:
-        return [[]]
-    first, *rest = of
-    found = []
-    for other in rest:
-        left = [one for one in rest if one != other]
-        found += [[(first, other), *more] for more in matchings(left)]
-    return found
 
 
 def growth(count: int, momentum: float, pull: float) -> float:
@@ -81,18 +66,20 @@ def growth(count: int, momentum: float, pull: float) -> float:
     spectral radius of E[A ⊗ A], where A is a round without progress on (φ, m) less their means."""
     eye = torch.eye(count, dtype=torch.float64)
     less_mean = eye - 1 / count
-    pairs = matchings(list(range(count)))
     squares = torch.zeros((2 * count) ** 2, (2 * count) ** 2, dtype=torch.float64)
-    for matching in pairs:
+    orders = itertools.permutations(range(count))
+    pairs = (zip(order[::2], order[1::2], strict=True) for order in orders)
+    matchings = {frozenset(map(frozenset, matching)) for matching in pairs}
+    for matching in matchings:
         swap = torch.zeros_like(eye)
-        for a, b in matching:
-            swap[a, b] = swap[b, a] = 1
+        for one, other in matching:
+            swap[one, other] = swap[other, one] = 1
         towards = pull * ((eye + swap) / 2 - eye)
         top = torch.cat([eye + towards, momentum * eye], dim=1)
         bottom = torch.cat([towards, momentum * eye], dim=1)
         project = torch.block_diag(less_mean, less_mean)
         step = project @ torch.cat([top, bottom])
-        squares += torch.kron(step, step) / len(pairs)
+        squares += torch.kron(step, step) / len(matchings)
     return torch.linalg.eigvals(squares).abs().max().item()
 
 
@@ -148,101 +135,16 @@ def test_steps_forget_each_other() -> None:
 
 @replicas(3)
 @pytest.mark.parametrize("delay", [0, 1, 2])
-def test_the_mean_of_the_weights_stays(rank: int, world: int, delay: int) -> None:
+def test_the_mean_of_the_weights_stays(rank: int, delay: int) -> None:
     """It is that of local SGD, under gradients that do not depend on the weights."""
-    shared = everybody(drifted(rank, world, "sparta", {"share": 0.3, "delay": delay}))
-    together = drifted(rank, world, "local_sgd", {"tau": TAU})
+    shared = everybody(round_starts(rank, ("sparta", {"share": 0.3, "delay": delay})))
+    together = round_starts(rank, ("local_sgd", {"tau": TAU}))
     for ends, mean in zip(zip(*shared, strict=True), together, strict=True):
         torch.testing.assert_close(sum(ends) / 3, mean, rtol=1e-12, atol=1e-12)
         assert not torch.equal(ends[0], ends[1])
 
 
-@replicas(2)
-@pytest.mark.parametrize(
-    ("delay", "expected"),
-    [
-        (0, ([-2, -4, -6, -8, -10, -12], [-2, -4, -6, -8, -10, -12])),
-        # At -2 and -6 comes the mean of -1 and -3, which takes 1 away and adds 1.
-        (1, ([-1, -3, -5, -7, -9, -11], [-3, -5, -7, -9, -11, -13])),
-        # At -4 and -12 comes the mean of -2 and -6; at -8 and -16 that of -6 and -10.
-        (2, ([-1, -2, -3, -6, -7, -10], [-3, -6, -9, -10, -13, -14])),
-    ],
-)
-def test_a_mean_comes_when_it_should(
-    rank: int, delay: int, expected: tuple[list[float], ...]
-) -> None:
-    """Of one weight, which each step moves by −1 on replica 0 and by −3 on replica 1."""
-    weight = torch.nn.Parameter(torch.zeros(1))
-    method = co2.SPARTA(co2.SPARTA.Config(delay=delay))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    method.prepare(torch.nn.ParameterList([weight]), optimizer, co2.Mesh.world())
-    history = []
-    for _ in range(6):
-        weight.grad = torch.full((1,), 1.0 + 2 * rank)
-        method.step()
-        history.append(weight.item())
-    method.flush()
-    assert history == expected[rank]
-
-
 # Streaming DiLoCo.
-
-ROUND = 6
-OUTER = {"outer_lr": 2.0, "outer_momentum": 0.0}
-TABLE: dict[tuple[int, float], tuple[tuple[float, ...], tuple[float, ...]]] = {
-    (0, 0.0): ((-11, -35, -59), (-23, -47)),
-    (0, 0.5): ((-8, -24.5, -40.25), (-17, -32)),
-    (0, 1.0): ((-5, -17, -29), (-11, -23)),
-    (1, 0.0): ((-7, -27, -47), (-19, -39)),
-    (1, 0.5): ((-6, -21.5, -35.75), (-15, -29)),
-    # fragment 0's first sync would have started at step -1: only the second finds a mean, that of
-    # step 5, where fragment 0 is at -9 and d = 10; step 11: -23 and d = 4
-    (4, 0.0): ((-5, -19, -27), (-7, -15)),
-}
-"""(delay, mixing) → the two fragments' weights after their syncs at steps 3, 9, 15 and 6, 12, with
-start 1, inner rate 1, gradient 2 and outer SGD of rate 2."""
-
-
-def build() -> tuple[nn.Module, SGD]:
-    """Two layers of one weight each, at 1."""
-    ones = [torch.ones(1, dtype=torch.float64) for _ in range(2)]
-    model = nn.ParameterList([nn.Parameter(one) for one in ones])
-    return model, SGD(model.parameters(), lr=1.0)
-
-
-def backward(model: nn.Module, step: int = 0) -> None:
-    for weight in model.parameters():
-        weight.grad = torch.full_like(weight, 2.0)
-
-
-def expected(case: tuple[int, float]) -> list[tuple[float, ...]]:
-    """After each of 15 steps: between its syncs a weight moves by -2 a step."""
-    after = [dict(zip(range(first, 16, ROUND), TABLE[case][p], strict=True))
-             for p, first in ((0, 3), (1, 6))]  # fmt: skip
-    history, weights = [], [1.0, 1.0]
-    for step in range(1, 16):
-        weights = [after[p].get(step, weights[p] - 2) for p in range(2)]
-        history.append(tuple(weights))
-    return history
-
-
-@replicas(2)
-@pytest.mark.parametrize("case", TABLE, ids=str)
-def test_the_table(case: tuple[int, float]) -> None:
-    model, optimizer = build()
-    delay, mixing = case
-    settings = {"tau": ROUND, "fragments": 2, "delay": delay, "mixing": mixing, **OUTER}
-    method = StreamingDiLoCo(StreamingDiLoCo.Config(**settings))
-    method.prepare(model, optimizer, co2.Mesh.world())
-    replicas = [Replica(*build(), backward, lambda optimizer, step: None) for _ in range(2)]
-    simulated = REFERENCES["streaming_diloco"](replicas, **settings)
-    for weights in expected(case):
-        backward(model)
-        method.step()
-        next(simulated)
-        for trained in (model, *(replica.model for replica in replicas)):
-            assert tuple(weight.item() for weight in trained.parameters()) == weights
-    method.flush()
 
 
 @pytest.mark.parametrize("tau", [1, 2, 5, 6, 12])
@@ -388,28 +290,7 @@ def test_fragments_that_never_meet_share_a_group(delay: int | None, groups: int)
 def test_fragments_hold_and_send_what_the_whole_would(rank: int) -> None:
     told = []
     for number in (1, 2, 3):
-        model, optimizer = problem.build_drift([3, 4, 5])
-        method = co2.CO2Keep(tau=6, fragments=number, momentum_weight=0.2)
-        method.prepare(model, optimizer, co2.Mesh.world())
-        for step in range(18):
-            problem.backward_drift(model, step, rank)
-            method.step()
+        settings = {"tau": 6, "fragments": number, "momentum_weight": 0.2}
+        _, method = drifted(rank, ("co2_keep", settings), (3, 4, 5), 18)
         told.append((method.extra_copies, method.stats().bytes_sent))
-        method.flush()
     assert len(set(told)) == 1 and told[0] == (4, 3 * 12 * 8)
-
-
-@pytest.mark.parametrize("delay", [None, 0, 1])
-def test_one_fragment_is_the_whole_model(delay: int | None) -> None:
-    """Of the two simulations, which are written apart."""
-    settings = {**SETTINGS["co2_keep"], "delay": delay}
-    one, other = replicas_of("sgd", 3), replicas_of("sgd", 3)
-    whole, parts = co2_keep(one, **settings), in_fragments(other, fragments=1, **settings)
-    for _ in range(4):
-        shown = next(whole)
-        for _ in range(settings["tau"]):
-            found = next(parts)
-        close = {"rtol": 1e-12, "atol": 1e-12}
-        torch.testing.assert_close(found, shown, **close)
-        for a, b in zip(one, other, strict=True):
-            torch.testing.assert_close(a.weights(), b.weights(), **close)

@@ -23,6 +23,7 @@ from tests.methods.driver import (
     Case,
     Session,
     assert_same,
+    drifted,
     inner_of,
     parts,
     trajectory,
@@ -54,20 +55,12 @@ def comm(bucket: int) -> co2.CommConfig:
     return co2.CommConfig(bucket_mb=bucket * ITEM / 2**20)
 
 
-def drifted_by_name(
+def recorded(
     rank: int, name: str, sizes: Sequence[int], comm: co2.CommConfig | None
-) -> tuple[list[list[Tensor]], list[int]]:
+) -> tuple[list[Tensor], list[int]]:
     """The weights after each step, and the elements of every collective."""
-    model, optimizer = problem.build_drift(sizes)
-    method = METHODS[name](METHODS[name].Config(**SETTINGS[name]), comm=comm)
-    method.prepare(model, optimizer, co2.Mesh.world())
-    history = []
     with Recorder() as recorder:
-        for step in range(ROUNDS * SETTINGS[name]["tau"]):
-            problem.backward_drift(model, step, rank)
-            method.step()
-            history.append([weight.detach().clone() for weight in model.parameters()])
-    method.flush()
+        history, _ = drifted(rank, (name, SETTINGS[name]), sizes, 3 * ROUNDS, comm)
     return history, [numel for _, call, numel, *_ in recorder.log if call == "all_reduce"]
 
 
@@ -76,8 +69,8 @@ def drifted_by_name(
 def test_buckets_change_nothing(rank: int, name: str) -> None:
     fragments = SETTINGS[name].get("fragments", 1)  # a layer each at least; here all are of one
     for sizes, bucket in (layout for layout in LAYOUTS if len(layout[0]) >= fragments):
-        expected, one = drifted_by_name(rank, name, sizes, None)
-        history, numels = drifted_by_name(rank, name, sizes, comm(bucket))
+        expected, one = recorded(rank, name, sizes, None)
+        history, numels = recorded(rank, name, sizes, comm(bucket))
         assert_same(history, expected)
         assert one == [sum(sizes[part::fragments]) for part in range(fragments)] * ROUNDS
         assert max(numels) <= bucket

@@ -1,23 +1,14 @@
-"""Kept progress in fragments (ours), and which simulation a configuration has."""
+"""Kept progress (ours), of the whole model or of fragments. A round is one step here."""
 
 import itertools
 import math
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.reference import co2
-from tests.reference.replica import Replica, mean
-
-
-def co2_keep(replicas: list[Replica], fragments: int = 1, **settings: Any) -> Iterator[Tensor]:
-    """Kept progress: of the whole model, or of fragments."""
-    if fragments == 1:
-        return co2.co2_keep(replicas, **settings)
-    return in_fragments(replicas, fragments=fragments, **settings)
+from tests.reference.replica import Replica, State, correct, mean, moments
 
 
 def sent_at(tau: int, fragments: int) -> list[int]:
@@ -34,22 +25,26 @@ def dealt(sizes: list[int], fragments: int) -> list[list[int]]:
     return parts
 
 
-def in_fragments(
+def co2_keep(
     replicas: list[Replica],
     tau: int,
-    fragments: int,
     outer_momentum: float,
     momentum_weight: float,
     keep_local: float = 0.5,
     delay: int | None = None,
+    fragments: int = 1,
+    average_moments: bool = False,
     blocking_share: float = 0.0,
-) -> Iterator[Tensor]:
-    """P fragments: a round is one step here.
+) -> Iterator[Tensor | None]:
+    """P fragments, each with a center c and a momentum u that are the same on all replicas.
 
-    Fragment f is sent after the steps s with s = round(f tau / P) modulo tau. `delay` steps later
-    its mean arrives; without a delay, as the next fragment is sent. An arrival is before what is
-    sent in the same step. Consensus shows c + delta in flight + the mean of the own steps since.
-    Every parameter is simulated on its own.
+    Fragment f is sent after the steps s with s = round(f tau / P) modulo tau: delta, the mean of
+    all own steps since it was sent before. It arrives `delay` steps later; without a delay, as the
+    next fragment is sent; in early rounds at once. An arrival is before what is sent in the same
+    step. Then u = beta u + delta and c = c + delta + w u, and replica i goes on from c + kappa q^i,
+    where q^i is the sum of its own steps since. All steps count, whatever kappa cut. Consensus
+    shows c + delta in flight + the mean of the own steps since, of the whole model only after a
+    round. Every parameter is simulated on its own.
     """
     weights = [[p.detach() for p in replica.trainable()] for replica in replicas]
     sizes = replicas[0].sizes()
@@ -60,14 +55,18 @@ def in_fragments(
     u = [torch.zeros_like(one) for one in center]
     own = [[torch.zeros_like(one) for one in center] for _ in replicas]
     flying: dict[int, tuple[int, list[Tensor]]] = {}
+    sent: State = []
+    sent_after = 0
 
-    def arrive(f: int) -> None:
+    def arrive(f: int, s: int) -> None:
         _, deltas = flying.pop(f)
         for k, delta in zip(members[f], deltas, strict=True):
             u[k] = outer_momentum * u[k] + delta
             center[k] = center[k] + delta + momentum_weight * u[k]
             for mine, since in zip(weights, own, strict=True):
                 mine[k].copy_(center[k] + keep_local * since[k])
+        if average_moments:
+            correct(replicas, sent, s - sent_after)
 
     for s in itertools.count(1):
         before = [[one.clone() for one in mine] for mine in weights]
@@ -77,7 +76,7 @@ def in_fragments(
             for k in range(len(center)):
                 since[k] += mine[k] - then[k]
         for f in [f for f, (due, _) in flying.items() if due == s]:
-            arrive(f)
+            arrive(f, s)
         for f, start in enumerate(starts):
             if (s - start) % tau == 0:
                 late = gaps[f] if delay is None else delay
@@ -87,10 +86,13 @@ def in_fragments(
                 for since in own:
                     for k in members[f]:
                         since[k] = torch.zeros_like(since[k])
+                if average_moments:
+                    sent, sent_after = moments(replicas), s
                 if late == 0:
-                    arrive(f)
+                    arrive(f, s)
         shown = [c + mean(since[k] for since in own) for k, c in enumerate(center)]
         for f, (_, deltas) in flying.items():
             for k, delta in zip(members[f], deltas, strict=True):
                 shown[k] = shown[k] + delta
-        yield torch.cat([one.reshape(-1) for one in shown])
+        of_all = fragments > 1 or s % tau == 0
+        yield torch.cat([one.reshape(-1) for one in shown]) if of_all else None
