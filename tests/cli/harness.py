@@ -8,6 +8,7 @@ interpreters of their own (`execute`), because their start is what is tested.
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import pickle
@@ -36,6 +37,7 @@ from co2.record.files import whole_lines
 from co2.record.folder import run_folder
 from co2.train.stop import StopVote
 from recipes.runs.processes import running
+from tasks.toy import Toy
 from tests.server import Forked, environment, fork_program
 from tests.workers import Pool
 
@@ -359,6 +361,18 @@ def stopped_after(step: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def with_losses(change: Callable[[Tensor, int], Tensor]) -> Iterator[None]:
+    """Setup: `change(value, call)` takes the place of the toy's loss; calls are counted from 1."""
+    original, calls = Toy.loss, itertools.count(1)
+
+    def loss(task: Toy, *arguments: Any) -> Tensor:
+        return change(original(task, *arguments), next(calls))
+
+    with patch.object(Toy, "loss", loss):
+        yield
+
+
 def folders(runs: Path) -> list[Path]:
     """Every run folder under `runs`."""
     return sorted(path for path in runs.glob("*/*/*/*") if path.is_dir())
@@ -404,12 +418,14 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
-    """model.pt of two run folders holds the same bits."""
-    first, second = weights(one), weights(other)
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert value.dtype == second[name].dtype, name
-        assert torch.equal(value, second[name]), name
+    """The weights in two run folders are the same bits, those of a moving average, too."""
+    names = sorted(path.name for path in one.glob("*.pt"))
+    assert "model.pt" in names and names == sorted(path.name for path in other.glob("*.pt"))
+    for name in names:
+        first, second = (torch.load(folder / name, weights_only=True) for folder in (one, other))
+        assert first.keys() == second.keys()
+        for key, value in first.items():
+            assert value.dtype == second[key].dtype and torch.equal(value, second[key]), key
 
 
 def assert_same_run(one: Path, other: Path) -> None:
