@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -227,17 +228,15 @@ def test_workers_have_what_is_chosen_before_the_first_starts() -> None:
 
 
 def test_torchrun_ends_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, variables: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whichever worker is the first to end; one of them prints the line."""
     failures = {}
-    monkeypatch.setattr(launch, "_PEER_S", 0.0)
     for rank in range(2):
         path = tmp_path / f"{rank}.json"
-        given = {"RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(path)}
-        for name, value in given.items():
-            monkeypatch.setenv(name, value)
-        assert train.APP.main(["task=toy", "co2.tua=3"]) == 2
+        variables(RANK=str(rank), WORLD_SIZE="2", TORCHELASTIC_ERROR_FILE=str(path))
+        with patch.object(launch, "_PEER_S", 0.0):
+            assert train.APP.main(["task=toy", "co2.tua=3"]) == 2
         failures[rank] = ProcessFailure(rank, 99, 2, str(path))
     reason = "error: co2.tua=3: unknown key; did you mean co2.tau?"
     assert capsys.readouterr().err == reason + "\n"
@@ -246,15 +245,14 @@ def test_torchrun_ends_with_the_reason(
 
 
 def test_workers_that_torchrun_does_not_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, variables: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launch, "run", lambda *_: 1)
+    variables(RANK="0", WORLD_SIZE="1")
     words = [*TOY, "method=local_sgd", f"runs={tmp_path}"]
     said = "launch.workers=2 is ignored: torchrun or srun has started 1\n"
     for more, expected in ((["launch.workers=2"], said), (["launch.workers=1"], ""), ([], "")):
-        assert train.APP.main([*words, *more]) == 1
+        with patch.object(launch, "run", return_value=1):
+            assert train.APP.main([*words, *more]) == 1
         assert capsys.readouterr().err == expected
 
 
@@ -323,10 +321,7 @@ def test_placement(
 
 @pytest.mark.parametrize("gpus", [1], indirect=True)
 def test_workers_share_the_gpus_of_one_machine(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: int,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, capsys: pytest.CaptureFixture
 ) -> None:
     words = ("task=resnet50", "scale=gpu", "launch.backend=auto", "launch.workers=4")
     config = configured(*words, runs=tmp_path)
@@ -343,7 +338,7 @@ def test_workers_share_the_gpus_of_one_machine(
 
 @pytest.mark.parametrize("gpus", [2], indirect=True)
 def test_nccl_takes_workers_that_share_a_gpu_for_machines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: Callable, gpus: int
 ) -> None:
     """It refuses a second one of the same machine."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -351,10 +346,8 @@ def test_nccl_takes_workers_that_share_a_gpu_for_machines(
     for name in ("NCCL_HOSTID", *ON_ONE_MACHINE):
         monkeypatch.setenv(name, "")  # so that it is as before afterwards
         monkeypatch.delenv(name)
-    monkeypatch.setenv("NCCL_NET", "mine")
     for workers in (2, 3):
-        monkeypatch.setenv("LOCAL_RANK", "1")
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(workers))
+        variables(NCCL_NET="mine", LOCAL_RANK="1", LOCAL_WORLD_SIZE=str(workers))
         words = ("launch.backend=auto", f"launch.workers={workers}")
         assert launch.mesh(configured(*words, runs=tmp_path)).device == torch.device("cuda", 1)
         assert ("NCCL_HOSTID" in os.environ) == (workers > gpus)
@@ -374,19 +367,13 @@ def test_memory_is_shared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, g
 @pytest.mark.parametrize("gpus", [1], indirect=True)
 @pytest.mark.parametrize("where", ["elastic", "two machines"])
 def test_workers_that_cannot_share_train_on_the_cpu_at_smoke_scale_only(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: int,
-    where: str,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, variables: Callable, gpus: int, where: str, capsys: pytest.CaptureFixture
 ) -> None:
     words = ["launch.backend=auto", "launch.workers=2", "log.wandb=disabled"]
     if where == "elastic":
         words += ["method=co2", "launch.elastic=true"]
     else:
-        two = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-        for name, value in two.items():
-            monkeypatch.setenv(name, value)
+        variables(RANK="0", WORLD_SIZE="4", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
     with pytest.raises(ConfigError) as refused:
         configured("task=resnet50", "scale=gpu", *words, runs=tmp_path)
     line = str(refused.value)
@@ -395,8 +382,8 @@ def test_workers_that_cannot_share_train_on_the_cpu_at_smoke_scale_only(
     small = configured(*words, runs=tmp_path)
     assert placement.place_of(small, 1, 2) == (torch.device("cpu"), "gloo")
     if where == "elastic":
-        monkeypatch.setattr(launch.elastic, "launch", lambda *rest: 3)
-        assert launch.run(stop, small) == 3
+        with patch.object(launch.elastic, "launch", return_value=3):
+            assert launch.run(stop, small) == 3
         told = "launch.workers=2: training on the CPU; 2 GPUs needed, 1 here; use 1,"
         assert capsys.readouterr().err.startswith(told)
 
@@ -469,13 +456,12 @@ def test_first_host(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-def test_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_world_size(variables: Callable) -> None:
     assert world_size(LaunchConfig(workers=3)) == 3
-    for key, value in SLURM.items():
-        monkeypatch.setenv(key, value)
+    variables(**SLURM)
     assert world_size(LaunchConfig(workers=3)) == 8
     assert not is_first()
-    monkeypatch.setenv("SLURM_PROCID", "0")
+    variables(SLURM_PROCID="0")
     assert is_first()
 
 
@@ -490,11 +476,10 @@ def test_sockets_have_short_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert tempfile.gettempdir() == str(long), "other files go where they went"
 
 
-def test_no_place_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nowhere() -> str:
-        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
-
-    monkeypatch.setenv("TMPDIR", "/full")
-    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
-    with pytest.raises(ConfigError, match=r"^TMPDIR=/full: no socket can be made there \(No usabl"):
-        processes.place_sockets()
+def test_no_place_for_sockets(variables: Callable) -> None:
+    variables(TMPDIR="/full")
+    nowhere = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+    says = r"^TMPDIR=/full: no socket can be made there \(No usabl"
+    with patch.object(tempfile, "gettempdir", side_effect=nowhere):
+        with pytest.raises(ConfigError, match=says):
+            processes.place_sockets()

@@ -44,7 +44,7 @@ from tests.cli.harness import (
 )
 from tests.cli.test_disturbed import resumed_at
 from tests.grids import grid
-from tests.workers import Pool, WorkerError, replicas
+from tests.workers import Pool, WorkerError, everybody, replicas
 
 SLOW = "toy.delay_s=0.03"
 NOT_SAVED = "checkpoint.every=0"
@@ -216,28 +216,23 @@ def store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def vote(rank: int, world: int, told: dict[int, int], steps: int) -> tuple[int | None, bool]:
-    """The step after which this worker stops, where worker r is told in its step told[r]; and
-    whether the signal's former handler is back."""
-    before, stopped = signal.getsignal(signal.SIGUSR1), None
-    with voting(rank, world) as stop:
-        for step in range(1, steps + 1):
-            if told.get(rank) == step:
-                os.kill(os.getpid(), signal.SIGUSR1)
-            if step < steps and stop(step):
-                stopped = step
-                break
-            if step < steps:
-                dist.barrier()
-    return stopped, signal.getsignal(signal.SIGUSR1) is before
-
-
+@replicas()
 @pytest.mark.parametrize("told", [{0: 4}, {1: 4}, {0: 40, 1: 3, 2: 3}], ids=str)
 @pytest.mark.parametrize("world", [2, 3])
-def test_all_stop_after_the_same_step(workers: Pool, world: int, told: dict[int, int]) -> None:
-    ends = workers.run(vote, world, told, 100_000)
-    (step,) = {step for step, _ in ends}
-    assert step is not None and step >= min(told.values()) and all(back for _, back in ends)
+def test_all_stop_after_the_same_step(rank: int, world: int, told: dict[int, int]) -> None:
+    """Worker r is told in its step told[r]. Afterwards the signal's former handler is back."""
+    before = signal.getsignal(signal.SIGUSR1)
+    with voting(rank, world) as stop:
+        for step in range(1, 100_000):
+            if told.get(rank) == step:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if stop(step):
+                break
+            dist.barrier()
+        else:
+            pytest.fail("nobody has stopped")
+    assert set(everybody(step)) == {step} and step >= min(told.values())
+    assert signal.getsignal(signal.SIGUSR1) is before
 
 
 @replicas(2)
@@ -300,9 +295,13 @@ def test_all_stop_after_the_step_of_the_one_that_is_furthest(rank: int, world: i
     assert step == AHEAD
 
 
-def vote_with_one_paused(rank: int, world: int, grace_s: float, paused_s: float) -> object:
-    """Worker 0 is told to stop; worker 1 answers after so many seconds on the clock of worker 0.
-    Returns the step after which each stops, or the error."""
+@replicas(2)
+@pytest.mark.parametrize("paused_s", [59.0, 62.0])
+def test_a_paused_worker_is_waited_for_but_not_for_ever(
+    rank: int, world: int, paused_s: float
+) -> None:
+    """Worker 0 is told to stop; worker 1 answers after so many seconds on the clock of worker 0. To
+    give up loses all that was not saved."""
     now = [0.0]
 
     def sleep(_: float) -> None:
@@ -315,25 +314,21 @@ def vote_with_one_paused(rank: int, world: int, grace_s: float, paused_s: float)
         other.wait(["goes on"])
     with (
         patch.object(stop_module, "time", clock if rank == 0 else time),
-        voting(rank, world, grace_s=grace_s) as stop,
+        voting(rank, world, grace_s=60.0) as stop,
     ):
         if rank == 0:
             os.kill(os.getpid(), signal.SIGUSR1)
         for step in itertools.count(1):
             while rank == 0 and stop._answer is None:
                 time.sleep(0.001)
+            found: int | str = step
             try:
                 if stop(step):
-                    return step
+                    break
             except WorkerLost as error:
                 other.set("goes on", "1")
-                return str(error)
-    raise AssertionError("it goes on until it stops")
-
-
-def test_a_paused_worker_is_waited_for_but_not_for_ever(workers: Pool) -> None:
-    """As long as the machine is there: to give up loses all that was not saved."""
-    first, other = workers.run(vote_with_one_paused, 2, 60.0, 59.0)
-    assert first == other
-    found, _ = workers.run(vote_with_one_paused, 2, 60.0, 62.0)
-    assert found == "it has not said in checkpoint.grace_s=60 seconds after which step it can stop"
+                found = str(error)
+                break
+    gone = "it has not said in checkpoint.grace_s=60 seconds after which step it can stop"
+    first, second = everybody(found)
+    assert first == (second if paused_s < 60 else gone)
