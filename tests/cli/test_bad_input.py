@@ -274,8 +274,7 @@ def assert_names(line: str, pair: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "pair", "hint"),
-    [*VALUES, *OF_SEVERAL_WORKERS, *ELASTIC_RUNS, *NAMES, *SWEEPS],
+    ("arguments", "pair", "hint"), [*VALUES, *OF_SEVERAL_WORKERS, *ELASTIC_RUNS, *NAMES, *SWEEPS]
 )
 def test_refused_in_one_line(empty: Path, arguments: str, pair: str, hint: str) -> None:
     assert_names(refusal(arguments), pair, hint)

@@ -84,12 +84,7 @@ def of(strategy: str) -> tuple[str, ...]:
 
 
 def disturbed(
-    tmp_path: Path,
-    *arguments: str,
-    at: int,
-    victims: tuple[int, ...],
-    number: int,
-    status: int = 0,
+    tmp_path: Path, *arguments: str, at: int, victims: tuple[int, ...], number: int, status: int = 0
 ) -> Run:
     """A run whose victims get a signal after a step."""
 

@@ -227,8 +227,7 @@ def digest(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("task", "data"),
-    [("gpt2", "openwebtext"), ("moe", "openwebtext"), ("glue", "wikibooks")],
+    ("task", "data"), [("gpt2", "openwebtext"), ("moe", "openwebtext"), ("glue", "wikibooks")]
 )
 def test_data_of_its_tokenizer(
     exported: Finished, words: Callable, text: Path, tmp_path: Path, task: str, data: str

@@ -222,10 +222,7 @@ def test_a_run_on_another_host_that_lives(
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_a_run_on_another_host_that_was_lost(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    locks: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], locks: bool
 ) -> None:
     if not locks:
         without_locks(monkeypatch)

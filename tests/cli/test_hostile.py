@@ -339,11 +339,7 @@ CONFIGURATIONS: list[tuple[str, Callable[[Path], str], str]] = [
         lambda here: f"co2: {{_target_: os.mkdir, _args_: ['{here / MARK}']}}",
         "co2._target_=os.mkdir",
     ),
-    (
-        SMOKE,
-        lambda _: "# @package _global_\ntoy: {_target_: os.mkdir}",
-        "toy._target_=os.mkdir",
-    ),
+    (SMOKE, lambda _: "# @package _global_\ntoy: {_target_: os.mkdir}", "toy._target_=os.mkdir"),
 ]
 
 

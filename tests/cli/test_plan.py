@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -304,7 +305,11 @@ def test_it_is_refused_before_it_is_queued(tmp_path: Path) -> None:
     words = (*TOO_LARGE, "toy.hidden=40000", "launch.workers=2", "launch.backend=gloo")
     config = configured(*words, "scale=smoke", "launch.gpu=v100-16g", runs=tmp_path)
     train.APP.check_memory(config, list(words))  # smoke scale is checked nowhere
-    for scale in ("gpu", "paper", "liu"):
+    config.scale = "gpu"
+    with pytest.raises(ConfigError, match="needs more than the 16"):
+        train.APP.check_memory(config, list(words))
+    for scale in ("paper", "liu"):
         config.scale = scale
-        with pytest.raises(ConfigError, match="needs more than the 16"):
+        with patch.object(Planner, "check") as checked:
             train.APP.check_memory(config, list(words))
+        checked.assert_called_once_with(config, 2)

@@ -27,13 +27,7 @@ from tests.cli.harness import (
     weights,
     workers,
 )
-from tests.cli.test_elastic import (
-    STEPS,
-    TAU,
-    assert_no_step_is_missing,
-    changes,
-    words,
-)
+from tests.cli.test_elastic import STEPS, TAU, assert_no_step_is_missing, changes, words
 from tests.server import environment, fork_program
 
 SHARED = (

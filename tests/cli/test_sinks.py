@@ -364,8 +364,7 @@ def test_a_segment_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "victim",
-    [pytest.param(0, id="writes"), pytest.param(1, id="does not", marks=pytest.mark.slow)],
+    "victim", [pytest.param(0, id="writes"), pytest.param(1, id="does not", marks=pytest.mark.slow)]
 )
 def test_a_worker_is_lost(tmp_path: Path, victim: int) -> None:
     """W&B is told who is gone, and has a table of it. Where the worker that writes is gone, the
