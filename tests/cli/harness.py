@@ -281,10 +281,15 @@ def side_by_side(words: list[str], place: Path, environments: list[dict[str, str
     return texts
 
 
+def alive(session: int) -> bool:
+    """Whether any process of the session still runs."""
+    return any(one.session == session for one in running())
+
+
 def until_all_have_ended(process: Process) -> None:
     """Wait for what it has started: Python's helpers end when they see that all others are gone."""
     deadline = time.monotonic() + LINGER_S
-    while any(one.session == process.pid for one in running()):
+    while alive(process.pid):
         assert time.monotonic() < deadline, "a process outlives the run that started it"
         time.sleep(0.01)
 
