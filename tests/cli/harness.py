@@ -336,9 +336,9 @@ def pooled(
     resume = ("resume=never",) if fresh else ()
     config = configured(*arguments, *resume, f"launch.workers={world}", runs=runs)
     ended = workers.run(_work, world, config, setup, setup_arguments)
-    (found,) = {status for status, _, _ in ended}
+    assert len({status for status, _, _ in ended}) == 1, ended
     texts = ("".join(said) for said in list(zip(*ended, strict=True))[1:])
-    return _ended(Run(found, *texts, runs), status)
+    return _ended(Run(ended[0][0], *texts, runs), status)
 
 
 def _work(
