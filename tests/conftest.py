@@ -22,7 +22,7 @@ SLOW = (
     "tests/cli/test_mesh.py::test_every_task_in_parts",  # real models, four workers
     "tests/cli/test_mesh.py::test_killed",
     # The plan of a large model is traced: 40 s.
-    "tests/cli/test_plan.py::test_what_does_not_fit_is_refused_with_what_does[words2",
+    "tests/cli/test_plan.py::test_what_does_not_fit_is_refused_with_what_does[words1",
     "tests/cli/test_stop.py::test_told_before_there_are_workers",  # new interpreters
     "tests/cli/test_runs.py::test_compile",  # a C++ compiler's work
     "tests/cli/test_several_machines.py::test_a_machine_is_lost_and_comes_back[replica]",

@@ -24,6 +24,17 @@ def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets variables of the environment: `variables(RANK="0", WORLD_SIZE="2")`."""
+
+    def set_all(**values: str) -> None:
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return set_all
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small text; to tokenize the embedded corpus takes ten seconds of processor time."""

@@ -8,6 +8,7 @@ interpreters of their own (`execute`), because their start is what is tested.
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import pickle
@@ -25,30 +26,24 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor
 
 import train
 from co2.app.compose import preflight
 from co2.config import Config
-from co2.errors import REFUSED, ConfigError
+from co2.errors import PREEMPTED, REFUSED, ConfigError
 from co2.record.files import whole_lines
 from co2.record.folder import run_folder
 from co2.train.stop import StopVote
 from recipes.runs.processes import running
+from tasks.toy import Toy
 from tests.server import Forked, environment, fork_program
 from tests.workers import Pool
 
 ROOT = Path(train.__file__).parent
 TOY = ("task=toy", "log.wandb=disabled", "launch.backend=gloo")
-STORY = (
-    "method=co2",
-    "co2.tau=3",
-    "train.steps=60",
-    "train.eval_every=10",
-    "log.every=1",
-)
+STORY = ("method=co2", "co2.tau=3", "train.steps=60", "train.eval_every=10", "log.every=1")
 """A run that is told in full: from round 2 on a collective is in flight at every step."""
 
 ANNOUNCED = "importing PyTorch takes some seconds\n"
@@ -70,7 +65,7 @@ ON_TEXT = ("gpt2", "moe", "roberta", "glue", "transnormer")
 LIMIT_S = 300
 """For a process that should take seconds; a busy machine may need minutes."""
 LINGER_S = 60
-"""For what a process has started: Python's helpers end when they see that all others are gone."""
+"""For what a process has started."""
 
 _TIMED = ("comm_s", "exposed_s", "exposed_share", "data_share", "tokens_per_s", "samples_per_s")
 _TIMED += ("train_s", "tokens_per_s_per_gpu", "samples_per_s_per_gpu", "mfu")
@@ -118,8 +113,11 @@ def _completed(arguments: Sequence[str], runs: Path) -> list[str]:
     return [*(TOY[1:] if other else TOY), f"runs={runs}", *arguments]
 
 
-def cli(*arguments: str, runs: Path, script: Path = ROOT / "train.py") -> Run:
-    """`python train.py …` in the parent of `runs`, to its end, without the seconds of imports.
+def cli(
+    *arguments: str, runs: Path, script: Path = ROOT / "train.py", status: int | None = 0
+) -> Run:
+    """`python train.py …` in the parent of `runs`, to its end, without the seconds of imports. It
+    must end with `status`; None: with any.
 
     The process is forked from one that has imported everything; see tests/server.py.
     """
@@ -128,15 +126,17 @@ def cli(*arguments: str, runs: Path, script: Path = ROOT / "train.py") -> Run:
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = fork_program(words, runs.parent, environment(), out.fileno(), err.fileno())
         try:
-            status = process.wait(LIMIT_S)
-            deadline = time.monotonic() + LINGER_S
-            while alive(process.pid):
-                assert time.monotonic() < deadline, "a process outlives the run that started it"
-                time.sleep(0.01)
+            found = process.wait(LIMIT_S)
+            until_all_have_ended(process)
         finally:
             kill_session(process)
         texts = [file.seek(0) or file.read().decode() for file in (out, err)]
-    return Run(status, *texts, runs)
+    return _ended(Run(found, *texts, runs), status)
+
+
+def _ended(run: Run, status: int | None) -> Run:
+    assert status in (None, run.status), f"ended with {run.status}\n{run.out}\n{run.err}"
+    return run
 
 
 def workers(run: "Process") -> list[int]:
@@ -147,48 +147,86 @@ def workers(run: "Process") -> list[int]:
     return sorted(one.pid for one in found if one.parent in children)
 
 
-def execute(words: list[str], runs: Path, env: dict[str, str] | None = None) -> Run:
-    """Any command, in the parent of `runs`, by an interpreter of its own."""
+def execute(
+    words: list[str], runs: Path, env: dict[str, str] | None = None, status: int | None = 0
+) -> Run:
+    """Any command, in the parent of `runs`, by an interpreter of its own; `status` as in `cli`."""
     runs.parent.mkdir(parents=True, exist_ok=True)
-    ended = subprocess.run(
-        words,
-        cwd=runs.parent,
-        env=env or environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    return Run(ended.returncode, ended.stdout, ended.stderr, runs)
+    given = {"cwd": runs.parent, "env": env or environment(), "timeout": LIMIT_S}
+    ended = subprocess.run(words, capture_output=True, text=True, **given)
+    return _ended(Run(ended.returncode, ended.stdout, ended.stderr, runs), status)
 
 
 @contextlib.contextmanager
 def started(
     *arguments: str, runs: Path, log: Path, interpreter: bool = False
 ) -> Iterator["Process"]:
-    """The same, still running, in a session of its own; afterwards nothing of it is left.
+    """`train.py`, still running, in a session of its own; afterwards nothing of it is left.
 
     Args:
         interpreter: start a new one, where its start is part of the test.
     """
-    words, env = command(*arguments, runs=runs), environment()
+    words = command(*arguments, runs=runs)
     process: Process
-    with log.open("w") as file:
-        if interpreter:
-            process = subprocess.Popen(
-                words,
-                cwd=runs.parent,
-                env=env,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        else:
-            process = fork_program(words[1:], runs.parent, env, file.fileno(), file.fileno())
+    if interpreter:
+        process = in_a_session(words, runs.parent, log)
+    else:
+        with log.open("w") as file:
+            out = file.fileno()
+            process = fork_program(words[1:], runs.parent, environment(), out, out)
     try:
         yield process
     finally:
         kill_session(process)
         process.wait()
+
+
+def in_a_session(words: list[str], place: Path, log: Path) -> subprocess.Popen:
+    """Any command by an interpreter of its own, in a session of its own, still running."""
+    with log.open("w") as file:
+        given = {"cwd": place, "env": environment(), "stdout": file, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(words, start_new_session=True, **given)
+
+
+def interrupted(
+    *arguments: str,
+    runs: Path,
+    when: Callable[[Path], bool],
+    act: Callable[["Process"], object],
+    status: int | None,
+    interpreter: bool = False,
+) -> Run:
+    """A run to which something is done: `act(process)`, once `when(folder)` holds. It is waited
+    for, and must end with `status`; None: with any. All that it has printed is in `out`."""
+    log, folder = runs.with_name("log"), folder_of(*arguments, runs=runs)
+    with started(*arguments, runs=runs, log=log, interpreter=interpreter) as process:
+        until(lambda: when(folder), process)
+        act(process)
+        found = process.wait(LIMIT_S)
+    return _ended(Run(found, log.read_text(), "", runs), status)
+
+
+def trained(step: int) -> Callable[[Path], bool]:
+    """For `interrupted`: a line of metrics tells of this step."""
+    return lambda folder: last_step(folder) >= step
+
+
+def last_step(folder: Path) -> int:
+    """That metrics.jsonl tells of; 0 where it tells of none."""
+    lines = metrics(folder)
+    return lines[-1]["step"] if lines else 0
+
+
+def signalled(number: int) -> Callable[["Process"], object]:
+    """For `interrupted`: train.py itself gets a signal."""
+    return lambda process: os.kill(process.pid, number)
+
+
+def workers_killed(process: "Process") -> None:
+    """For `interrupted`: all workers are killed. Some may be gone, with a sibling."""
+    for pid in workers(process):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def spied(folder: Path) -> dict[str, str]:
@@ -248,6 +286,14 @@ def alive(session: int) -> bool:
     return any(one.session == session for one in running())
 
 
+def until_all_have_ended(process: Process) -> None:
+    """Wait for what it has started: Python's helpers end when they see that all others are gone."""
+    deadline = time.monotonic() + LINGER_S
+    while alive(process.pid):
+        assert time.monotonic() < deadline, "a process outlives the run that started it"
+        time.sleep(0.01)
+
+
 def until(condition: Callable[[], bool], process: Process, limit_s: float = LIMIT_S) -> None:
     """Wait until the condition holds, which must be before the process ends."""
     deadline = time.monotonic() + limit_s
@@ -271,18 +317,28 @@ def pooled(
     runs: Path,
     setup: Callable[..., AbstractContextManager] = contextlib.nullcontext,
     setup_arguments: tuple[Any, ...] = (),
+    stop_at: int | None = None,
     fresh: bool = False,
+    status: int | None = 0,
 ) -> Run:
-    """A run in the pool's workers: worker 0's status and what all have printed.
+    """A run in the pool's workers: the status of all of them and what they have printed.
 
-    `setup(*setup_arguments)`, of a module, is entered in every worker; `fresh` stands for
-    resume=never.
+    Args:
+        setup: of a module; `setup(*setup_arguments)` is entered in every worker.
+        stop_at: the step after which all are told to stop; its status is PREEMPTED.
+        fresh: stands for resume=never.
+        status: with which it must end; None: with any.
     """
+    if stop_at is not None:
+        setup, setup_arguments = stopped_after, (stop_at,)
+    if setup is stopped_after:
+        status = PREEMPTED
     resume = ("resume=never",) if fresh else ()
     config = configured(*arguments, *resume, f"launch.workers={world}", runs=runs)
     ended = workers.run(_work, world, config, setup, setup_arguments)
     assert len({status for status, _, _ in ended}) == 1, ended
-    return Run(ended[0][0], "".join(o for _, o, _ in ended), "".join(e for *_, e in ended), runs)
+    texts = ("".join(said) for said in list(zip(*ended, strict=True))[1:])
+    return _ended(Run(ended[0][0], *texts, runs), status)
 
 
 def _work(
@@ -310,6 +366,18 @@ def stopped_after(step: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def with_losses(change: Callable[[Tensor, int], Tensor]) -> Iterator[None]:
+    """Setup: `change(value, call)` takes the place of the toy's loss; calls are counted from 1."""
+    original, calls = Toy.loss, itertools.count(1)
+
+    def loss(task: Toy, *arguments: Any) -> Tensor:
+        return change(original(task, *arguments), next(calls))
+
+    with patch.object(Toy, "loss", loss):
+        yield
+
+
 def folders(runs: Path) -> list[Path]:
     """Every run folder under `runs`."""
     return sorted(path for path in runs.glob("*/*/*/*") if path.is_dir())
@@ -323,6 +391,14 @@ def folder_of(*arguments: str, runs: Path) -> Path:
 def metrics(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; of a run that may still write, the whole ones."""
     return [line for line in whole_lines(folder / "metrics.jsonl") if kind in (None, line["kind"])]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "manifest.json").read_text())
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -347,19 +423,21 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
-    """model.pt of two run folders holds the same bits."""
-    first, second = weights(one), weights(other)
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert value.dtype == second[name].dtype, name
-        assert torch.equal(value, second[name]), name
+    """The weights in two run folders are the same bits, those of a moving average, too."""
+    names = sorted(path.name for path in one.glob("*.pt"))
+    assert "model.pt" in names and names == sorted(path.name for path in other.glob("*.pt"))
+    for name in names:
+        first, second = (torch.load(folder / name, weights_only=True) for folder in (one, other))
+        assert first.keys() == second.keys()
+        for key, value in first.items():
+            assert value.dtype == second[key].dtype and torch.equal(value, second[key]), key
 
 
 def assert_same_run(one: Path, other: Path) -> None:
     """Every loss, evaluation, learning rate and final weight is the same, bit for bit."""
     assert story(one) == story(other)
     assert_same_weights(one, other)
-    first, second = (json.loads((folder / "summary.json").read_text()) for folder in (one, other))
+    first, second = summary(one), summary(other)
     assert first["final"] == second["final"] and first["steps"] == second["steps"]
 
 
@@ -405,22 +483,19 @@ def files(folder: Path) -> dict[str, bytes]:
     }
 
 
-def refused(
-    program: Callable[[list[str]], object], words: list[str], capsys: pytest.CaptureFixture[str]
-) -> str:
+def refused(program: Callable[[list[str]], object], words: list[str]) -> str:
     """What a program says of a command line: one line after `error: `, with status 2."""
-    capsys.readouterr()
+    out, err = io.StringIO(), io.StringIO()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", UserWarning)
-        try:
-            status = program(words)
-        except SystemExit as ended:
-            status = ended.code
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                status = program(words)
+            except SystemExit as ended:
+                status = ended.code
     shown = [found for found in warned if issubclass(found.category, UserWarning)]
     assert shown == [], "which a person would see as well"
-    printed = capsys.readouterr()
-    assert status == REFUSED, printed
-    assert printed.out == ""
-    (line,) = printed.err.splitlines()
+    assert status == REFUSED and out.getvalue() == "", (status, out.getvalue(), err.getvalue())
+    (line,) = err.getvalue().splitlines()
     assert line.startswith("error: ") and line.isprintable()
     return line.removeprefix("error: ")

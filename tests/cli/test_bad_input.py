@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -41,7 +42,6 @@ from tests.cli.harness import (
     contents,
     execute,
     files,
-    folders,
     held_port,
     kill_session,
     pooled,
@@ -53,6 +53,7 @@ from tests.cli.harness import (
 from tests.engine.test_limits import FIELDS, SCHEMAS, edges
 from tests.grids import grid, nonempty
 from tests.server import environment, fork_program
+from tests.tasks import pictures
 from tests.tasks.build import sampler
 from tests.workers import Pool
 
@@ -61,6 +62,8 @@ WHOLE = "must be a whole number"
 ZERO2 = "mesh.replica_size=2 mesh.strategy=zero2"
 KEEP = "method=co2_keep co2_keep"
 STREAMING = "method=streaming_diloco streaming_diloco"
+ADAM = "optim.name=adamw"
+MOMENTS = "co2_keep.average_moments=true"
 
 # Command line; key=value that the line names; what it must say. What the types of single settings
 # declare is not here: `test_a_value_beyond_what_is_declared` has all of them.
@@ -77,19 +80,11 @@ VALUES = [
     (f"{STREAMING}.fragments=13", "streaming_diloco.fragments=13", "at most tau, which is 12"),
     (f"{KEEP}.fragments=13", "co2_keep.fragments=13", "at most tau, which is 12"),
     (f"{KEEP}.fragments=13 co2_keep.tau=auto", "co2_keep.fragments=13", "at most 12 with tau=auto"),
-    (
-        f"{KEEP}.fragments=2 co2_keep.average_moments=true",
-        "co2_keep.average_moments=true",
-        "fragments is 2; use false, or 1",
-    ),
+    (f"{KEEP}.fragments=2 {MOMENTS}", MOMENTS, "fragments is 2; use false, or 1"),
     (f"{STREAMING}.exchange=int8 comm.dtype=bf16", "comm.dtype=bf16", "use fp32"),
     ("method=desloc", "optim.name=sgd", "method=desloc: it averages Adam's moments; use adamw"),
     ("method=demo optim.name=adamw", "optim.name=adamw", "use sgd with optim.momentum=0"),
-    (
-        "method=demo optim.momentum=0.9",
-        "optim.momentum=0.9",
-        "method=demo: has a momentum of its own; use 0",
-    ),
+    ("method=demo optim.momentum=0.9", "optim.momentum=0.9", "method=demo: has a momentum of its"),
     ("co2.average_moments=true", "optim.name=sgd", "method=co2: average_moments=true averages"),
     ("method=onebit_adam", "optim.name=sgd", "is a kind of Adam; use adamw"),
     ("method=diloco diloco.average_moments=true optim.name=muon", "optim.name=muon", "adamw"),
@@ -127,16 +122,78 @@ VALUES = [
     ("task=gpt2 data.path=missing.txt", "data.path=missing.txt", "no such file"),
     ("task=gpt2 data.path=", "data.path=", "a file or a folder"),
 ]
+PAIR = "mesh.replica_size=2"
+EP = f"task=moe {PAIR} mesh.strategy=ep"
+OF_SEVERAL_WORKERS = [
+    (f"launch.workers=3 {PAIR}", PAIR, "must divide the 3 workers"),
+    ("mesh.strategy=zero3", "mesh.strategy=zero3", "set mesh.replica_size to 2 or more"),
+    (f"comm.device=cpu {PAIR}", "comm.device=cpu", "gradients inside a replica"),
+    (f"method=allreduce comm.dtype=bf16 {ZERO2}", "comm.dtype=bf16", "mesh.strategy=zero2"),
+    (f"method=torch_post_local_sgd {PAIR}", PAIR, "takes a worker for a replica"),
+    *(
+        (
+            f"method={words} {PAIR} mesh.strategy={one}",
+            f"mesh.strategy={one}",
+            f"method={words[:4]}",
+        )
+        for words in (f"onebit_adam {ADAM}", f"zero_one_adam {ADAM}", "demo")
+        for one in ("zero1", "zero2", "zero3")
+    ),
+    *(
+        (f"optim.name=muon {PAIR} mesh.strategy={one}", f"mesh.strategy={one}", "whole matrices")
+        for one in ("zero2", "zero3")
+    ),
+    *(
+        (f"method={words} {ADAM} {PAIR} mesh.strategy=zero1", "mesh.strategy=zero1", "method=")
+        for words in ("acco", "desloc", "mt_dao", "diloco diloco.average_moments=true")
+    ),
+    ("mesh.sync_batch_norm=true", "mesh.sync_batch_norm=true", "set mesh.replica_size to 2"),
+    (f"mesh.sync_batch_norm=true {PAIR}", "mesh.sync_batch_norm=true", "on GPUs only"),
+    (f"{PAIR} mesh.strategy=ep", "mesh.strategy=ep", "divides experts, and task=toy has none"),
+    (f"{EP} mesh.replica_size=3 launch.workers=3", "mesh.replica_size=3", "must divide the 8 "),
+    (f"{EP} moe.kernel=grouped", "moe.kernel=grouped", "needs all experts "),
+    ("task=moe moe.kernel=fused", "moe.kernel=fused", "needs a CUDA "),
+    (f"{EP} method=co2 co2.shard=true", "mesh.strategy=ep", "method=co2: "),
+    (f"{EP} method=sparseloco", "mesh.strategy=ep", "method=sparseloco: its "),
+    (f"{STREAMING}.exchange=int8 {ZERO2}", "mesh.strategy=zero2", "exchange=int8 "),
+]
+ELASTIC = "launch.elastic=true"
+PAIRS = f"{ELASTIC} method=co2 launch.workers=4 {ZERO2}"
+THREE = "launch.min_replicas=3"
+ELASTIC_RUNS = [
+    (f"{ELASTIC} method=allreduce", ELASTIC, "method=allreduce: has no rounds at whose end"),
+    (f"{ELASTIC} method=sparseloco", ELASTIC, "what a replica has not sent yet"),
+    (f"{ELASTIC} method=noloco", ELASTIC, "method=noloco: a pair's exchange does not recover"),
+    (f"{ELASTIC} method=co2 co2.tau=auto", ELASTIC, "method=co2: tau=auto times rounds"),
+    (f"{ELASTIC} method=co2 co2.shard=true", ELASTIC, "co2.shard=true leaves each replica"),
+    (f"{ELASTIC} method=co2 {THREE}", THREE, "must be at most launch.workers, which is 2"),
+    (f"{PAIRS} launch.workers=3", PAIR, "must divide the 3 workers"),
+    (f"{PAIRS} launch.quorum=1", "launch.quorum=1", "several workers makes all its steps"),
+    (f"{PAIRS} {THREE}", THREE, "at most launch.workers / mesh.replica_size, which is 2"),
+    ("launch.quorum=2", "launch.quorum=2", "is for elastic runs; use null"),
+    (f"{ELASTIC} launch.quorum=3", "launch.quorum=3", "must be at most launch.workers, which is 2"),
+    *(
+        (f"{ELASTIC} launch.quorum=1 method={words}", "launch.quorum=1", reason)
+        for words, reason in (
+            ("allreduce", "does not support weighted averaging"),
+            ("eager_diloco", "adds its own part, 1/G"),
+            ("streaming_diloco", "its fragments meet amid the round"),
+            ("co2_keep co2_keep.fragments=2", "replica is behind; use null, or fragments=1"),
+            ("noloco", "the mean of a pair does not support weighted averaging"),
+            (f"desloc {ADAM}", "moments of unequal numbers of steps"),
+            (
+                f"diloco {ADAM} diloco.average_moments=true",
+                "average_moments=true: moments of unequ",
+            ),
+        )
+    ),
+]
 NAMES = [
     ("co2.tua=3", "co2.tua=3", "did you mean co2.tau?"),
     ("slowmo.tau=3 method=co2", "slowmo.tau=3", "there is no slowmo here; did you mean co2.tau?"),
     ("+slowmo={} method=co2", "slowmo={}", "unknown key"),
     ("gpt2.size=xl", "gpt2.size=xl", "there is no gpt2 here"),
-    (
-        "method=nope",
-        "method=nope",
-        "acco, allreduce, co2, co2_keep, co2_released, cocod_sgd, demo, desloc, diloco",
-    ),
+    ("method=nope", "method=nope", "acco, allreduce, co2, co2_keep, co2_released, cocod_sgd, demo"),
     ("method=slomo", "method=slomo", "did you mean slowmo?"),
     ("scale=nope", "scale=nope", "did you mean node?"),
     ("scale=paper", "scale=paper", "it has smoke"),
@@ -178,11 +235,7 @@ SWEEPS = [
     ("co2.tau=1,3", "co2.tau=1,3", "-m"),
     ("-m co2.tau=1,3,0", "co2.tau=0", COUNT),
     ("-m method=co2,nope", "method=nope", "known"),
-    (
-        "-m method=slowmo,co2 slowmo.tau=3",
-        "slowmo.tau=3",
-        "did you mean co2.tau?",
-    ),
+    ("-m method=slowmo,co2 slowmo.tau=3", "slowmo.tau=3", "did you mean co2.tau?"),
     ("-m optim.lr=0.1 train.steps=5,0 co2.tau=1,3", "train.steps=0", COUNT),
 ]
 
@@ -206,10 +259,10 @@ def refusal(arguments: str) -> str:
     """The line that refuses a command line; `task=toy` goes before it."""
     given = arguments.split()
     flags = [word for word in given if word.startswith("-")]
-    task = [] if any(word.startswith("task=") for word in given) else ["task=toy"]
     others = [word for word in given if not word.startswith("-")]
+    usual = [w for w in ("task=toy", "launch.backend=gloo") if w.partition("=")[0] not in arguments]
     with pytest.raises(ConfigError) as caught:
-        preflight(train.APP.conf, [*flags, *task, *others], train.APP.check)
+        preflight(train.APP.conf, [*flags, *usual, *others], train.APP.check)
     return str(caught.value)
 
 
@@ -220,7 +273,9 @@ def assert_names(line: str, pair: str, hint: str) -> None:
     assert line.partition(": ")[2] and hint in line.partition(": ")[2]
 
 
-@pytest.mark.parametrize(("arguments", "pair", "hint"), [*VALUES, *NAMES, *SWEEPS])
+@pytest.mark.parametrize(
+    ("arguments", "pair", "hint"), [*VALUES, *OF_SEVERAL_WORKERS, *ELASTIC_RUNS, *NAMES, *SWEEPS]
+)
 def test_refused_in_one_line(empty: Path, arguments: str, pair: str, hint: str) -> None:
     assert_names(refusal(arguments), pair, hint)
 
@@ -284,34 +339,20 @@ def test_no_bf16(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_names(refusal("train.precision=bf16"), "train.precision=bf16", "use fp32")
 
 
-def test_only_worker_0_speaks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_worker_0_speaks(variables: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     error = ConfigError("co2.tau", 0, COUNT)
     for rank, lines in (("0", 1), ("1", 0)):
-        monkeypatch.setenv("SLURM_PROCID", rank)
-        monkeypatch.setenv("SLURM_NTASKS", "2")
+        variables(SLURM_PROCID=rank, SLURM_NTASKS="2")
         assert launch.refuse(error) == REFUSED == 2
         assert len(capsys.readouterr().err.splitlines()) == lines
 
 
 def test_good_command_lines_pass(empty: Path) -> None:
     """What Hydra itself offers, and forms of overriding that need not be known here."""
-    for arguments in (
-        "co2.tau=3",
-        "++co2.tau=3",
-        "co2.gap_penalty=1.5",
-        "co2.gap_penalty=2",
-        "co2.clip=0",
-        "data.root=2024",
-        "tag=12",
-        "co2.tau=${train.steps}",
-        "hydra.sweep.dir=elsewhere",
-        "-m co2.tau=1,3 optim.lr=0.1,0.2",
-        "--cfg job",
-    ):
-        words = arguments.split()
-        preflight(train.APP.conf, sorted(["task=toy", *words]), train.APP.check)
+    good = ("co2.tau=3", "++co2.tau=3", "co2.gap_penalty=1.5", "co2.gap_penalty=2", "co2.clip=0")
+    good += ("data.root=2024", "tag=12", "co2.tau=${train.steps}", "hydra.sweep.dir=elsewhere")
+    for arguments in (*good, "-m co2.tau=1,3 optim.lr=0.1,0.2", "--cfg job"):
+        preflight(train.APP.conf, sorted(["task=toy", *arguments.split()]), train.APP.check)
 
 
 @pytest.mark.parametrize(
@@ -338,93 +379,65 @@ def test_what_hydra_answers_itself(
     assert len(printed.err.splitlines()) == bool(err)
 
 
+MINE = ("tag=mine", "co2.tau=3", "train.steps=2", "launch.workers=1")
+
+
 @pytest.fixture(scope="module")
 def mine(workers: Pool, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A finished run, to collide with."""
-    runs = tmp_path_factory.mktemp("mine") / "runs"
-    return pooled(workers, 1, "tag=mine", "co2.tau=3", "train.steps=2", runs=runs)
-
-
-class TestFolderOfAnotherConfiguration:
-    @pytest.mark.parametrize(
-        ("changed", "pair", "there"),
-        [
-            (
-                "co2.tau=6",
-                "co2.tau=6",
-                "co2.tau=3",
-            ),
-            ("train.steps=9", "train.steps=9", "train.steps=2"),
-            ("optim.lr=0.2", "optim.lr=0.2", "optim.lr=0.1"),
-            ("toy.hidden=8", "toy.hidden=8", "toy.hidden=32"),
-        ],
-    )
-    def test_is_refused(self, mine: Run, changed: str, pair: str, there: str) -> None:
-        given = {"co2.tau": "3", "train.steps": "2", "launch.workers": "1"}
-        key, _, value = changed.partition("=")
-        words = [f"{name}={text}" for name, text in {**given, key: value}.items()]
-        before = contents(mine.runs)
-        with pytest.raises(ConfigError) as caught:
-            configured("tag=mine", *words, runs=mine.runs)
-        assert_names(str(caught.value), pair, there)
-        assert "tag=" in str(caught.value) and "resume=never" in str(caught.value)
-        assert contents(mine.runs) == before
-
-    def test_of_another_version_is_refused(self, tmp_path: Path) -> None:
-        """Its checkpoints cannot be read; a finished run and a fresh start need none of them."""
-        runs = tmp_path / "runs"
-        folder = run_folder(configured("method=co2", runs=runs))
-        manifest = folder / "checkpoints" / "step_20" / "manifest.json"
-        manifest.parent.mkdir(parents=True)
-        (folder / "config.yaml").write_text("{}")
-        for text in ('{"step": 20, "world": 2}', '{"format": 1, "step": 20}'):
-            manifest.write_text(text)
-            with pytest.raises(ConfigError, match=r"another version .* resume=never"):
-                configured("method=co2", runs=runs)
-            configured("method=co2", "resume=never", runs=runs)
-        manifest.write_text("torn")
-        with pytest.raises(ConfigError, match="holds a run with"):  # of the empty configuration
-            configured("method=co2", runs=runs)
-
-    def test_unless_training_is_the_same(self, mine: Run) -> None:
-        same = ("tag=mine", "co2.tau=3", "train.steps=2", "launch.workers=1")
-        for free in (
-            "log.every=1",
-            "checkpoint.every=3",
-            "checkpoint.keep=9",
-            "data.root=x",
-            "data.workers=2",
-        ):
-            configured(*same, free, runs=mine.runs)
-
-    def test_unless_it_is_moved_aside(self, mine: Run) -> None:
-        configured(
-            "tag=mine",
-            "co2.tau=6",
-            "launch.workers=1",
-            "resume=never",
-            runs=mine.runs,
-        )
+    return pooled(workers, 1, *MINE, runs=tmp_path_factory.mktemp("mine") / "runs")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
+    ("changed", "there"),
     [
-        ("co2.tau=0", "co2.tau=0: " + COUNT),
+        ("co2.tau=6", "co2.tau=3"),
+        ("train.steps=9", "train.steps=2"),
+        ("optim.lr=0.2", "optim.lr=0.1"),
+        ("toy.hidden=8", "toy.hidden=32"),
     ],
 )
-def test_refused_as_a_person_sees_it(tmp_path: Path, arguments: str, line: str) -> None:
+def test_the_folder_of_another_configuration(mine: Run, changed: str, there: str) -> None:
+    before = contents(mine.runs)
+    with pytest.raises(ConfigError) as caught:
+        configured(*MINE, changed, runs=mine.runs)
+    assert_names(str(caught.value), changed, there)
+    assert "tag=" in str(caught.value) and "resume=never" in str(caught.value)
+    assert contents(mine.runs) == before
+
+
+def test_the_folder_of_the_same_training(mine: Run) -> None:
+    """Or one that is moved aside."""
+    free = ("log.every=1", "checkpoint.every=3", "checkpoint.keep=9", "data.root=x")
+    for more in (*free, "data.workers=2", "co2.tau=6 resume=never"):
+        configured(*MINE, *more.split(), runs=mine.runs)
+
+
+def test_the_folder_of_another_version(tmp_path: Path) -> None:
+    """Its checkpoints cannot be read; a finished run and a fresh start need none of them."""
+    runs = tmp_path / "runs"
+    folder = run_folder(configured("method=co2", runs=runs))
+    manifest = folder / "checkpoints" / "step_20" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    (folder / "config.yaml").write_text("{}")
+    for text in ('{"step": 20, "world": 2}', '{"format": 1, "step": 20}'):
+        manifest.write_text(text)
+        with pytest.raises(ConfigError, match=r"another version .* resume=never"):
+            configured("method=co2", runs=runs)
+        configured("method=co2", "resume=never", runs=runs)
+    manifest.write_text("torn")
+    with pytest.raises(ConfigError, match="holds a run with"):  # of the empty configuration
+        configured("method=co2", runs=runs)
+
+
+def test_refused_as_a_person_sees_it(tmp_path: Path) -> None:
     """Status 2, one line, no file anywhere, no further process."""
     home, here, spy = tmp_path / "home", tmp_path / "here", tmp_path / "spy"
     for folder in (home, here):
         folder.mkdir()
-    (tmp_path / "short").write_text("Too little text. ")
     env = environment(HOME=str(home), **spied(spy))
-    ended = execute(command(*arguments.split(), runs=here / "runs"), here / "runs", env)
-    assert ended.status == 2
-    assert ended.out == ""
-    assert ended.err.startswith(ANNOUNCED + "error: " + line)
-    assert len(ended.err.splitlines()) == 2, ended.err
+    ended = execute(command("co2.tau=0", runs=here / "runs"), here / "runs", env, status=2)
+    assert ended.out == "" and ended.err == f"{ANNOUNCED}error: co2.tau=0: {COUNT}, or auto\n"
     assert list(here.iterdir()) == list(home.iterdir()) == []
     assert started_processes(spy) == 1
 
@@ -432,41 +445,31 @@ def test_refused_as_a_person_sees_it(tmp_path: Path, arguments: str, line: str) 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_damaged_file_is_one_line_whoever_meets_it(tmp_path: Path, ahead: int) -> None:
     """Found by worker 1 alone, while training: the line names it, and the status is 2."""
-    from PIL import Image
-
-    for part, count in (("train", 8), ("val", 1)):
-        for name in ("a", "b"):
-            folder = tmp_path / "tree" / part / name
-            folder.mkdir(parents=True)
-            for number in range(count):
-                Image.new("RGB", (40, 40), (number * 30, 0, 99)).save(folder / f"{number}.jpg")
-    arguments = ("task=resnet50", f"data.path={tmp_path / 'tree'}", "train.batch_size=2")
-    arguments += ("method=local_sgd", "train.steps=4", f"data.workers={ahead}")
-    config = configured(*arguments, runs=tmp_path / "runs")
-    met = int(sampler(train.APP.make_task(config), 16, 2).indices(1, 1)[0])
-    victim = tmp_path / "tree" / "train" / "ab"[met // 8] / f"{met % 8}.jpg"
+    tree = pictures.tree(tmp_path / "tree", train=8, val=1)
+    arguments = ("task=resnet50", f"data.path={tree}", "train.batch_size=2", "train.steps=4")
+    arguments += ("method=local_sgd", f"data.workers={ahead}")
+    task = train.APP.make_task(configured(*arguments, runs=tmp_path / "runs"))
+    found = sorted((tree / "train").glob("*/*"))
+    victim = found[int(sampler(task, len(found), 2).indices(1, 1)[0])]
     victim.write_bytes(victim.read_bytes()[:-100])
-    run = cli(*arguments, runs=tmp_path / "runs")
-    assert run.status == 2
+    run = cli(*arguments, runs=tmp_path / "runs", status=2)
     (error,) = run.err.splitlines()
-    assert error.startswith("error: ") and str(victim.relative_to(tmp_path / "tree")) in error
-    assert not folders(tmp_path / "runs")[0].joinpath("summary.json").exists()
+    assert error.startswith("error: ") and str(victim.relative_to(tree)) in error
+    assert not (run.folder / "summary.json").exists()
 
 
 def test_a_key_that_is_newer_than_the_folder(workers: Pool, tmp_path: Path) -> None:
-    """An option that this version has added is no other run, unless it is used."""
+    """An option that this version has added, of the suite or of the task, is no other run, unless
+    it is used."""
     words = ("train.steps=2", "launch.workers=1")
     run = pooled(workers, 1, *words, runs=tmp_path)
-    path = run.folder / "config.yaml"
-    path.write_text("".join(s for s in path.read_text().splitlines(True) if "  dtype:" not in s))
-    configured(*words, f"tag={run.folder.parent.name}", runs=tmp_path)
-    with pytest.raises(ConfigError, match=r"^comm\.dtype=bf16: .* with comm\.dtype=fp32"):
-        configured(*words, "comm.dtype=bf16", f"tag={run.folder.parent.name}", runs=tmp_path)
-    text = "".join(s for s in path.read_text().splitlines(True) if "  features:" not in s)
-    path.write_text(text)  # a key of the task's own
-    configured(*words, f"tag={run.folder.parent.name}", runs=tmp_path)
-    with pytest.raises(ConfigError, match=r"^toy\.features=8: .* with toy\.features=16"):
-        configured(*words, "toy.features=8", f"tag={run.folder.parent.name}", runs=tmp_path)
+    path, same = run.folder / "config.yaml", (*words, f"tag={run.folder.parent.name}")
+    for key, other, there in (("comm.dtype", "bf16", "fp32"), ("toy.features", "8", "16")):
+        lines, name = path.read_text().splitlines(keepends=True), key.partition(".")[2]
+        path.write_text("".join(line for line in lines if f"  {name}:" not in line))
+        configured(*same, runs=tmp_path)
+        with pytest.raises(ConfigError, match=rf"^{key}={other}: .* with {key}={there}"):
+            configured(*same, f"{key}={other}", runs=tmp_path)
 
 
 NUMBER = "must be a whole number"
@@ -530,17 +533,10 @@ PROGRAMS: list[tuple[str, Callable[..., object], str, str]] = [
 
 @pytest.mark.parametrize(("good", "name", "value", "hint"), ENVIRONMENTS)
 def test_environment(
-    empty: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    good: dict[str, str],
-    name: str,
-    value: str,
-    hint: str,
+    empty: Path, variables: Callable, good: dict[str, str], name: str, value: str, hint: str
 ) -> None:
-    for key, text in {**good, name: value}.items():
-        monkeypatch.setenv(key, text)
-    line = refused(train.APP.main, ["task=toy"], capsys)
+    variables(**{**good, name: value})
+    line = refused(train.APP.main, ["task=toy"])
     assert line.startswith(f"{name}={value.strip()}") and hint in line
     assert "unset" in line
     assert files(empty) == {}
@@ -552,19 +548,16 @@ def test_steps_of_a_job_do_not_meet() -> None:
 
 
 def test_a_worker_says_whom_it_waits_for(tmp_path: Path) -> None:
-    with held_port() as port, (tmp_path / "log").open("w") as log:
-        tasks = []
+    path, tasks = tmp_path / "log", []
+    _, *words = command("method=local_sgd", "train.steps=4", runs=tmp_path / "runs")
+    with held_port() as port, path.open("w") as log:
         try:
             for rank in ("0", "1"):
-                env = environment(
-                    **{**TORCHRUN, "RANK": rank, "LOCAL_RANK": rank}, MASTER_PORT=port
-                )
-                _, *words = command("method=local_sgd", "train.steps=4", runs=tmp_path / "runs")
-                tasks.append(fork_program(words, tmp_path, env, log.fileno(), log.fileno()))
-                until(
-                    lambda: "waits for the others of 2 at" in (tmp_path / "log").read_text(),
-                    tasks[0],
-                )
+                place = {**TORCHRUN, "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+                out = log.fileno()
+                tasks.append(fork_program(words, tmp_path, environment(**place), out, out))
+                says = "waits for the others of 2 at"
+                until(lambda says=says: says in path.read_text(), tasks[0])
             assert [task.wait(LIMIT_S) for task in tasks] == [0, 0]
         finally:
             for task in tasks:
@@ -573,14 +566,9 @@ def test_a_worker_says_whom_it_waits_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "program", "words", "says"), PROGRAMS)
 def test_program(
-    empty: Path,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    program: Callable[[list[str]], object],
-    words: str,
-    says: str,
+    empty: Path, name: str, program: Callable[[list[str]], object], words: str, says: str
 ) -> None:
-    assert says in refused(program, words.split(" "), capsys)
+    assert says in refused(program, words.split(" "))
     assert files(empty) == {}
 
 
@@ -602,12 +590,9 @@ UNUSABLE = [
     [pytest.param(main, words, id=f"{name} {words}") for name, main, words in UNUSABLE],
 )
 def test_a_file_that_cannot_be_looked_at(
-    empty: Path,
-    capsys: pytest.CaptureFixture[str],
-    program: Callable[[list[str]], object],
-    words: str,
+    empty: Path, program: Callable[[list[str]], object], words: str
 ) -> None:
-    line = refused(program, words.format(LONG).split(" "), capsys)
+    line = refused(program, words.format(LONG).split(" "))
     assert line.startswith("file=") and line.endswith("File name too long; choose another")
     assert files(empty) == {}
 
@@ -615,46 +600,56 @@ def test_a_file_that_cannot_be_looked_at(
 FEW = ("method=local_sgd", "train.steps=4")
 
 
-def in_namespaces(kinds: str, setup: str, *words: str, runs: Path) -> Run:
-    """A run of the toy by an interpreter of its own, in new namespaces that root has set up."""
-    outer = ["unshare", f"-r{kinds}", "sh", "-c", f'{setup} && exec "$@"', "sh"]
-    if subprocess.run([*outer, "true"], capture_output=True).returncode:
-        pytest.skip("needs the right to make namespaces and mounts")
-    return execute([*outer, *command(*words, runs=runs)], runs)
-
-
-def complaints(run: Run) -> list[str]:
-    """The lines that a run which has failed says on stderr."""
+def complaint(run: Run) -> str:
+    """The line that a run which has failed says on stderr."""
     assert run.status in (1, 2) and "Traceback" not in run.err, run.err
-    return run.err.removeprefix(ANNOUNCED).splitlines()
+    (line,) = run.err.splitlines()
+    return line
+
+
+def with_more(tmp_path: Path, code: str) -> Path:
+    """train.py, whose processes, and those of its workers, run this code first."""
+    path = tmp_path / "more.py"
+    run = 'if __name__ == "__main__":\n    sys.exit(train.APP.main(sys.argv[1:]))\n'
+    path.write_text(f"import sys, train\n{code}\n{run}")
+    return path
+
+
+LITTLE_MEMORY = """
+import ctypes, subprocess
+assert ctypes.CDLL(None).unshare(0x20000) == 0  # mounts of its own
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", "/dev/shm"], check=True)
+"""
 
 
 def test_no_room_for_batches(tmp_path: Path) -> None:
     """Docker gives 64 MB, in which few batches of pictures have room."""
-    words = (*FEW, "toy.features=8192", "train.batch_size=128")
-    small = "mount -t tmpfs -o size=2m none /dev/shm"
-    run = in_namespaces("m", small, *words, "data.workers=2", runs=tmp_path / "runs")
-    (line,) = complaints(run)
-    assert line == (
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to make namespaces and mounts")
+    words = (*FEW, "toy.features=8192", "train.batch_size=128", "data.workers=2")
+    script = with_more(tmp_path, LITTLE_MEMORY)
+    assert complaint(cli(*words, runs=tmp_path / "runs", script=script, status=None)) == (
         "error: data.workers=2: /dev/shm does not take a batch of 4.2 MB (No space left on device "
         "(28)), and each worker keeps 4 there; make it larger (docker run --shm-size=16g), or use "
         "data.workers=0"
     )
 
 
-def test_no_such_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch")
-    (line,) = complaints(cli(*FEW, runs=tmp_path / "runs"))
+def test_no_such_interface(tmp_path: Path, variables: Callable) -> None:
+    variables(GLOO_SOCKET_IFNAME="nosuch")
+    line = complaint(cli(*FEW, runs=tmp_path / "runs", status=None))
     assert line.startswith("error: worker ") and "Unable to find address for: nosuch; " in line
     assert line.endswith("in GLOO_SOCKET_IFNAME, such as lo or eth0, or unset it")
 
 
-def test_a_port_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("", 0)) as other:
-        for name, value in {**TORCHRUN, "MASTER_PORT": str(other.getsockname()[1])}.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(server, "LAUNCHER_VARIABLES", frozenset())
-        (line,) = complaints(cli(*FEW, runs=tmp_path / "runs"))
+def test_a_port_in_use(tmp_path: Path, variables: Callable) -> None:
+    with (
+        socket.create_server(("", 0)) as other,
+        patch.object(server, "LAUNCHER_VARIABLES", frozenset()),
+    ):
+        variables(**TORCHRUN, MASTER_PORT=str(other.getsockname()[1]))
+        line = complaint(cli(*FEW, runs=tmp_path / "runs", status=None))
     assert line.startswith("error: worker 0: port: ")
     assert line.endswith("EADDRINUSE; another process has this port; set another MASTER_PORT")
 
@@ -674,23 +669,16 @@ def test_what_the_machine_does(error: Exception, line: str | None) -> None:
     assert found == line if found is None or line is None else found.startswith(line)
 
 
-LIMITED = """
-import resource, sys, train
-resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
-if __name__ == "__main__":
-    sys.exit(train.APP.main(sys.argv[1:]))
-"""
-"""train.py, for which no file may have more than 8 KiB."""
+LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))"
+"""No file may have more than 8 KiB."""
 
 
 @pytest.mark.parametrize("elastic", ["false", "true"])
 def test_no_room_for_the_model(tmp_path: Path, elastic: str) -> None:
     """One line, whoever writes, and no file that is half there."""
     words = ("toy.hidden=256", "method=local_sgd", "train.steps=24", f"launch.elastic={elastic}")
-    limited = tmp_path / "limited.py"
-    limited.write_text(LIMITED)
-    run = cli(*words, runs=tmp_path / "runs", script=limited)
-    assert run.status == 2
+    script = with_more(tmp_path, LIMITED)
+    run = cli(*words, runs=tmp_path / "runs", script=script, status=2)
     (line,) = [line for line in run.err.splitlines() if "error" in line]
     assert line.startswith(f"error: {tmp_path}") and "model.pt: File too large" in line
     assert line.endswith("make room, and the same command goes on from the last checkpoint")
@@ -716,7 +704,6 @@ checkpoint.write_durably = slowly
 def test_a_notice_that_has_been_read_is_not_sent_again(tmp_path: Path) -> None:
     """Else it would make the folder anew that worker 0 has removed."""
     words = ("toy.hidden=256", "method=local_sgd", "train.steps=24", "checkpoint.every=8")
-    limited = tmp_path / "limited.py"
-    limited.write_text(SLOW_NOTICES + LIMITED)
-    assert cli(*words, "launch.workers=2", runs=tmp_path / "runs", script=limited).status == 2
+    script = with_more(tmp_path, SLOW_NOTICES + LIMITED)
+    cli(*words, "launch.workers=2", runs=tmp_path / "runs", script=script, status=2)
     assert not list((tmp_path / "runs").rglob("rank_*.json"))

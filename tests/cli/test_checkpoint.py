@@ -2,10 +2,9 @@
 the step it was asked for; PyTorch's own tools read its files."""
 
 import contextlib
+import itertools
 import math
 import os
-import random
-import re
 import resource
 import shutil
 import threading
@@ -13,11 +12,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -29,21 +28,18 @@ from co2.comm.background_mean import Arriving, BackgroundMean
 from co2.comm.collectives import gathered, local
 from co2.comm.mesh import Mesh
 from co2.config import Strategy
-from co2.errors import PREEMPTED, ConfigError
+from co2.errors import ConfigError
 from co2.methods import METHODS
-from co2.randomness import random_states, restore_random_states
 from co2.train import checkpoint, state_file
 from co2.train.checkpoint import MANIFEST, Checkpoints, Written
 from co2.train.session import Session
 from co2.train.state_file import ELSEWHERE, REPLICA, Equal, HostCopy, Split, split
 from tasks.toy import CLASSES
-from tests.cli.harness import Run, metrics, pooled, stopped_after, weights
-from tests.grids import grid, nonempty
+from tests.cli.harness import metrics, pooled, saved_steps, summary, weights
+from tests.grids import OF_A_KIND, grid, nonempty
 from tests.methods.driver import overrides
 from tests.workers import Pool, replicas
 
-FULL = "No space left|File too large"
-"""What the system says where there is no room."""
 ALONE = Mesh(0, 1, torch.device("cpu"))
 DAMAGES = ("truncated", "flipped", "missing", "no manifest", "torn manifest", "only the folder")
 
@@ -106,121 +102,90 @@ def put_back(folder: Path, step: int) -> None:
     (folder / f"damaged_step_{step}").rename(folder / f"step_{step}")
 
 
-class TestCheckpoints:
-    @pytest.mark.parametrize("keep", [1, 2, 3])
-    def test_the_newest_are_kept(self, tmp_path: Path, keep: int) -> None:
-        saver = checkpoints(tmp_path, keep)
-        for step in (8, 9, 10, 11):  # as text, 9 would be newer than 11
-            assert saver.save(step, state(step))
-        names = sorted(path.name for path in tmp_path.iterdir())
-        assert names == sorted(f"step_{step}" for step in (11, 10, 9)[:keep])
-        assert saver.steps() == [11, 10, 9][:keep]
-        assert_state(saver.load(), 11)
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
+    saver = checkpoints(tmp_path, keep)
+    for step in (8, 9, 10, 11):  # as text, 9 would be newer than 11
+        assert saver.save(step, state(step))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == sorted(f"step_{step}" for step in (11, 10, 9)[:keep])
+    assert saver.steps() == [11, 10, 9][:keep]
+    assert_state(saver.load(), 11)
 
-    def test_what_is_no_checkpoint_is_left_alone(self, tmp_path: Path) -> None:
-        saver = checkpoints(tmp_path, keep=1)
-        for name in (".step_9", "step_9.old", "step_x", "notes"):
-            (tmp_path / name).mkdir()
-        for step in (1, 2):
-            assert saver.save(step, state(step))
-        assert saver.steps() == [2]
-        assert (tmp_path / "step_9.old").exists() and (tmp_path / "notes").exists()
-        assert_state(saver.load(), 2)
 
-    @pytest.mark.parametrize("kind", DAMAGES)
-    def test_a_damaged_one_is_passed_over(self, tmp_path: Path, kind: str) -> None:
-        lines: list[str] = []
-        saver = checkpoints(tmp_path, lines=lines)
-        for step in (1, 2):
-            assert saver.save(step, state(step))
-        damage(tmp_path / "step_2", kind)
-        assert_state(saver.load(), 1)
-        assert len(lines) == 1 and "step_2 is damaged" in lines[0]
-        assert "\n" not in lines[0]
-        assert saver.save(2, state(2)), "training comes to the same step again"
-        assert_state(saver.load(), 2)
-        assert len(lines) == 1
+def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    saver = checkpoints(tmp_path, keep=1)
+    for name in (".step_9", "step_9.old", "step_x", "notes"):
+        (tmp_path / name).mkdir()
+    for step in (1, 2):
+        assert saver.save(step, state(step))
+    assert saver.steps() == [2]
+    assert (tmp_path / "step_9.old").exists() and (tmp_path / "notes").exists()
+    assert_state(saver.load(), 2)
 
-    def test_all_are_damaged(self, tmp_path: Path) -> None:
-        lines: list[str] = []
-        saver = checkpoints(tmp_path, lines=lines)
-        for step in (1, 2):
-            assert saver.save(step, state(step))
-            damage(tmp_path / f"step_{step}", "truncated")
+
+def test_a_damaged_one_is_not_kept_in_place_of_a_good_one(tmp_path: Path) -> None:
+    saver = checkpoints(tmp_path, keep=2)
+    for step in (1, 2):
+        assert saver.save(step, state(step))
+    damage(tmp_path / "step_2", "truncated")
+    assert_state(saver.load(), 1)
+    assert saver.save(3, state(3))
+    damage(tmp_path / "step_3", "truncated")
+    assert_state(saver.load(), 1)
+
+
+def test_any_length_of_a_torn_file_is_noticed(tmp_path: Path) -> None:
+    saver = checkpoints(tmp_path)
+    assert saver.save(1, state(1))
+    file = tmp_path / "step_1" / part()
+    whole = file.read_bytes()
+    for length in {0, 1, len(whole) - 1, *range(0, len(whole), 97)}:
+        file.write_bytes(whole[:length])
         with pytest.raises(ConfigError, match="holds no checkpoint that can be used"):
             saver.load()
-        assert len(lines) == 2 and saver.steps() == [2, 1], "they stay"
 
-    def test_a_damaged_one_is_not_kept_in_place_of_a_good_one(self, tmp_path: Path) -> None:
-        saver = checkpoints(tmp_path, keep=2)
-        for step in (1, 2):
-            assert saver.save(step, state(step))
-        damage(tmp_path / "step_2", "truncated")
-        assert_state(saver.load(), 1)
-        assert saver.save(3, state(3))
-        damage(tmp_path / "step_3", "truncated")
-        assert_state(saver.load(), 1)
 
-    def test_any_length_of_a_torn_file_is_noticed(self, tmp_path: Path) -> None:
-        saver = checkpoints(tmp_path)
+def test_any_flipped_bit_of_the_manifest_is_survived(tmp_path: Path) -> None:
+    saver = checkpoints(tmp_path)
+    assert saver.save(1, state(1)) and saver.save(2, state(2))
+    file = tmp_path / "step_2" / MANIFEST
+    whole = file.read_bytes()
+    passed_over = 0
+    for position in range(len(whole)):
+        data = bytearray(whole)
+        data[position] ^= 1 << position % 8
+        file.write_bytes(data)
+        found = saver.load()
+        assert found is not None
+        assert_state(found, found[0])
+        if found[0] == 1:
+            passed_over += 1
+            put_back(tmp_path, 2)
+    assert passed_over > 64, "at least the digits of the checksum count"
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    """Before each fsync and each rename of saving step 2; 1 or 2 is whole each time."""
+    found = []
+    for moment in range(1, 99):
+        folder = tmp_path / str(moment)
+        saver = checkpoints(folder)
         assert saver.save(1, state(1))
-        file = tmp_path / "step_1" / part()
-        whole = file.read_bytes()
-        for length in {0, 1, len(whole) - 1, *range(0, len(whole), 97)}:
-            file.write_bytes(whole[:length])
-            with pytest.raises(ConfigError, match="holds no checkpoint that can be used"):
-                saver.load()
-
-    def test_any_flipped_bit_of_the_manifest_is_survived(self, tmp_path: Path) -> None:
-        saver = checkpoints(tmp_path)
-        assert saver.save(1, state(1)) and saver.save(2, state(2))
-        file = tmp_path / "step_2" / MANIFEST
-        whole = file.read_bytes()
-        passed_over = 0
-        for position in range(len(whole)):
-            data = bytearray(whole)
-            data[position] ^= 1 << position % 8
-            file.write_bytes(data)
-            found = saver.load()
-            assert found is not None
-            assert_state(found, found[0])
-            if found[0] == 1:
-                passed_over += 1
-                put_back(tmp_path, 2)
-        assert passed_over > 64, "at least the digits of the checksum count"
-
-    def test_killed_at_any_moment(self, tmp_path: Path) -> None:
-        """Before each fsync and each rename of saving step 2; 1 or 2 is whole each time."""
-        found = []
-        for moment in range(1, 99):
-            folder = tmp_path / str(moment)
-            saver = checkpoints(folder)
-            assert saver.save(1, state(1))
-            killed = dies_at(moment, lambda saver=saver: saver.save(2, state(2)))
-            after = checkpoints(folder).load()
-            assert after is not None
-            assert_state(after, after[0])
-            found.append(after[0])
-            saver = checkpoints(folder)
-            assert_state(saver.load(), after[0])
-            assert saver.save(2, state(2)), "what the dead left behind is no obstacle"
-            assert_state(saver.load(), 2)
-            assert sorted(path.name for path in folder.iterdir()) == ["step_1", "step_2"]
-            if not killed:
-                break
-        assert len(found) >= 6, "files, manifest, folder: synced and renamed"
-        assert found == sorted(found) and set(found) == {1, 2}
-
-    @pytest.mark.parametrize("way", ["stub", "real"])
-    @pytest.mark.parametrize("world", [1, 2])
-    def test_a_full_disk(self, workers: Pool, tmp_path: Path, way: str, world: int) -> None:
-        for saved, steps, lines in workers.run(save_on_a_full_disk, world, str(tmp_path), way):
-            assert saved == [True, False, True]
-            assert steps == [3, 1]
-            assert len(lines) <= 1
-            if lines:
-                assert "step 2 could not be saved" in lines[0] and "\n" not in lines[0]
-                assert f"worker {world - 1}" in lines[0] and re.search(FULL, lines[0])
+        killed = dies_at(moment, lambda saver=saver: saver.save(2, state(2)))
+        after = checkpoints(folder).load()
+        assert after is not None
+        assert_state(after, after[0])
+        found.append(after[0])
+        saver = checkpoints(folder)
+        assert_state(saver.load(), after[0])
+        assert saver.save(2, state(2)), "what the dead left behind is no obstacle"
+        assert_state(saver.load(), 2)
+        assert sorted(path.name for path in folder.iterdir()) == ["step_1", "step_2"]
+        if not killed:
+            break
+    assert len(found) >= 6, "files, manifest, folder: synced and renamed"
+    assert found == sorted(found) and set(found) == {1, 2}
 
 
 class Killed(BaseException):
@@ -240,7 +205,11 @@ def dies_at(moment: int, act: Callable[[], object]) -> bool:
 
         return call
 
-    with patch.object(os, "fsync", mortal(os.fsync)), patch.object(Path, "rename", _rename(mortal)):
+    renamed = mortal(Path.rename)
+    with (
+        patch.object(os, "fsync", mortal(os.fsync)),
+        patch.object(Path, "rename", lambda path, target: renamed(path, target)),
+    ):
         try:
             act()
         except Killed:
@@ -248,38 +217,22 @@ def dies_at(moment: int, act: Callable[[], object]) -> bool:
     return False
 
 
-def _rename(mortal: Callable[..., Any]) -> Callable[..., Any]:
-    renamed = mortal(Path.rename)
-    return lambda path, target: renamed(path, target)
-
-
-def save_on_a_full_disk(
-    rank: int, world: int, folder: str, way: str
-) -> tuple[list[bool], list[int], list[str]]:
-    """Steps 1, 2, 3; at 2 the last worker's disk is full."""
-    mesh, lines = Mesh.world(device="cpu"), []
-    saver = Checkpoints(Path(folder), mesh, mesh.new_group_across_replicas("gloo"), 2, lines.append)
-    saved = [saver.save(1, state(1))]
-    with full_disk(way) if rank == world - 1 else nullcontext():
-        saved.append(saver.save(2, state(2)))
-    saved.append(saver.save(3, state(3)))
-    return saved, saver.steps(), lines
+def of_all(folder: Path, lines: list[str], keep: int = 2) -> Checkpoints:
+    """The checkpoints of all workers. Collective."""
+    mesh = Mesh.world(device="cpu")
+    group = mesh.new_group_across_replicas("gloo")
+    return Checkpoints(folder, mesh, group, keep, lines.append)
 
 
 @contextmanager
-def full_disk(way: str, when: Callable[[Path], bool] = lambda path: True) -> Iterator[None]:
-    """Some states find no room: a limit on files is met, or what a full disk raises is raised."""
-    original = state_file.write
+def full_disk() -> Iterator[None]:
+    """States find no room: the system's own limit on files is met."""
+    original, limits = state_file.write, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def write(path: Path, *arguments: Any) -> None:
-        if not when(path):
-            return original(path, *arguments)
-        if way == "stub":
-            raise OSError(28, "No space left on device")
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    def write(*arguments: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
         try:
-            return original(path, *arguments)
+            original(*arguments)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -287,44 +240,40 @@ def full_disk(way: str, when: Callable[[Path], bool] = lambda path: True) -> Ite
         yield
 
 
-def diverge(rank: int, world: int, folder: str) -> tuple[list[bool], str, int, list[str]]:
+@replicas()
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_full_disk(rank: int, world: int, tmp_path: Path) -> None:
+    """The last worker's, at step 2 of three."""
+    lines: list[str] = []
+    saver = of_all(tmp_path, lines)
+    assert saver.save(1, state(1))
+    with full_disk() if rank == world - 1 else nullcontext():
+        assert not saver.save(2, state(2))
+    assert saver.save(3, state(3))
+    assert saver.steps() == [3, 1] and len(lines) <= 1
+    for line in lines:
+        assert "step 2 could not be saved" in line and "\n" not in line
+        assert f"worker {world - 1}" in line and "File too large" in line
+
+
+@replicas(2)
+def test_a_worker_that_diverged_counts_for_all(rank: int, tmp_path: Path) -> None:
     """Worker 1 diverges at step 2, which is saved with and without the check for it."""
-    mesh, lines = Mesh.world(device="cpu"), []
-    saver = Checkpoints(Path(folder), mesh, mesh.new_group_across_replicas("gloo"), 2, lines.append)
+    lines: list[str] = []
+    saver, fault = of_all(tmp_path, lines), "method.anchor.0 is not finite"
     sound = {**state(1), "model": {"mask": torch.tensor(-math.inf)}, "method": {"anchor": [None]}}
     bad = {**sound, "method": {"anchor": [torch.tensor([0.0, math.nan if rank == 1 else 1.0])]}}
-    saved = [saver.save(1, sound), saver.save(2, bad)]
+    assert saver.save(1, sound) and not saver.save(2, bad)
     with patch.object(state_file, "not_finite", lambda _: ""):
-        saved.append(saver.save(2, bad))  # as earlier versions did
+        assert saver.save(2, bad), "as earlier versions did"
     found = saver.load()
-    assert found is not None
-    return saved, saver.diverged, found[0], lines
-
-
-def test_a_worker_that_diverged_counts_for_all(workers: Pool, tmp_path: Path) -> None:
-    fault = "method.anchor.0 is not finite"
-    first, other = workers.run(diverge, 2, str(tmp_path))
-    for saved, diverged, found, _ in (first, other):
-        assert saved == [True, False, True] and found == 1
-        assert diverged == f"worker 1: {fault} at step 2"
-    assert first[3] == [
+    assert found is not None and found[0] == 1
+    assert saver.diverged == f"worker 1: {fault} at step 2"
+    told = [
         f"step 2 could not be saved (worker 1: {fault}); the one before is kept",
         f"checkpoint step_2 is of a training that diverged ({fault}); trying the one before",
     ]
-    assert other[3] == []
-
-
-def test_random_states_go_on() -> None:
-    def draw() -> list[float]:
-        own = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]
-        return [*own, torch.rand(()).item(), torch.randn(()).item()]
-
-    draw()  # an odd number of Gaussians: one is kept for the next call
-    states = random_states()
-    after = draw()
-    assert draw() != after
-    restore_random_states(states)
-    assert draw() == after
+    assert lines == (told if rank == 0 else [])
 
 
 def test_write_durably_replaces_whole_files_only(tmp_path: Path) -> None:
@@ -414,15 +363,14 @@ def tensors(step: int) -> dict[str, Tensor]:
     return {name: value for name, value in state(step).items() if isinstance(value, Tensor)}
 
 
-class TestHostCopy:
-    def test_the_memory_is_used_again(self) -> None:
-        copy, first, second = HostCopy(), tensors(1), tensors(2)
-        one = copy.take(first)
-        places = {name: one[name].data_ptr() for name in first}
-        other = copy.take(second)
-        assert {name: other[name].data_ptr() for name in places} == places
-        assert all(torch.equal(other[name], second[name]) for name in places)
-        assert not any(other[name].data_ptr() == second[name].data_ptr() for name in places)
+def test_the_memory_is_used_again() -> None:
+    copy, first, second = HostCopy(), tensors(1), tensors(2)
+    one = copy.take(first)
+    places = {name: one[name].data_ptr() for name in first}
+    other = copy.take(second)
+    assert {name: other[name].data_ptr() for name in places} == places
+    assert all(torch.equal(other[name], second[name]) for name in places)
+    assert not any(other[name].data_ptr() == second[name].data_ptr() for name in places)
 
 
 @replicas(2)
@@ -468,17 +416,10 @@ def test_a_mean_that_fails_is_not_saved(rank: int, tmp_path: Path) -> None:
     assert saver.steps() == [] and "step 1 could not be saved (worker 0: " in line
 
 
-def two(rank: int, world: int, folder: str, lines: list[str], keep: int = 3) -> Checkpoints:
-    mesh = Mesh.world(device="cpu")
-    return Checkpoints(
-        Path(folder), mesh, mesh.new_group_across_replicas("gloo"), keep, lines.append
-    )
-
-
 @replicas(2)
-def test_nobody_waits_for_another(rank: int, world: int, tmp_path: Path) -> None:
+def test_nobody_waits_for_another(rank: int, tmp_path: Path) -> None:
     """Worker 0 begins three checkpoints before worker 1 begins its first."""
-    saver = two(rank, world, str(tmp_path), [])
+    saver = of_all(tmp_path, [], keep=3)
     if rank == 1:
         torch.distributed.barrier()
     for step in (1, 2, 3):
@@ -492,10 +433,17 @@ def test_nobody_waits_for_another(rank: int, world: int, tmp_path: Path) -> None
     assert saver.steps() == [3, 2, 1]
 
 
-def lose(rank: int, world: int, folder: str, victim: int, written: bool) -> tuple[list[int], str]:
-    """A worker is lost while step 2 is under way; the other one goes on alone."""
+@replicas(2)
+@pytest.mark.parametrize(
+    ("victim", "written", "steps"), [(1, False, [1]), (1, True, [2, 1]), (0, False, [1])]
+)
+def test_a_worker_is_lost(
+    rank: int, tmp_path: Path, victim: int, written: bool, steps: list[int]
+) -> None:
+    """While step 2 is under way, also the one that publishes; the other one goes on alone. What was
+    not written is given up; what is whole is published."""
     lines: list[str] = []
-    saver = two(rank, world, folder, lines)
+    saver = of_all(tmp_path, lines, keep=3)
     assert saver.save(1, state(1))
     if rank != victim or written:
         saver.start(2, state(2))
@@ -505,74 +453,47 @@ def lose(rank: int, world: int, folder: str, victim: int, written: bool) -> tupl
             saver._last.part.result()
         torch.distributed.barrier()
         saver._publisher.shutdown(wait=False, cancel_futures=True)  # as far as it has come
-        return [], ""
+        return
     torch.distributed.barrier()
     saver.regroup(ALONE, None)
-    steps = saver.steps()
+    assert saver.steps() == steps
     assert saver.save(3, state(3)), "saving goes on"
     assert_state(saver.load(), 3)
     saver.close()
-    return steps, "\n".join(lines)
-
-
-@pytest.mark.parametrize(
-    ("written", "steps", "line"),
-    [
-        (False, [1], "step 2 could not be saved (worker 1 is gone); the one before is kept"),
-        (True, [2, 1], ""),
-    ],
-)
-def test_a_worker_is_lost(
-    workers: Pool, tmp_path: Path, written: bool, steps: list[int], line: str
-) -> None:
-    """What it had not written is given up; what is whole is published."""
-    found, _ = workers.run(lose, 2, str(tmp_path), 1, written)
-    assert found == (steps, line)
+    gone = f"step 2 could not be saved (worker {victim} is gone); the one before is kept"
+    assert lines == ([] if written else [gone])
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_worker_that_publishes_is_lost(workers: Pool, tmp_path: Path) -> None:
-    _, (steps, line) = workers.run(lose, 2, str(tmp_path), 0, False)
-    assert steps == [1]
-    assert line == "step 2 could not be saved (worker 0 is gone); the one before is kept"
-    assert not list(tmp_path.glob(".*"))
-
-
-def cannot_tell(rank: int, world: int, folder: str) -> tuple[list[bool], list[str]]:
-    """At step 1 worker 1 can neither write nor say so."""
+@replicas(2)
+def test_a_worker_that_cannot_even_say_so_is_told_of_later(rank: int, tmp_path: Path) -> None:
+    """At step 1 worker 1 can neither write nor say so, which holds up no later checkpoint."""
     lines: list[str] = []
-    saver = two(rank, world, folder, lines)
-
-    def full(*_: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
+    saver = of_all(tmp_path, lines, keep=3)
+    full = OSError(28, "No space left on device")
     with contextlib.ExitStack() as stack:
         if rank == 1:
-            stack.enter_context(patch.object(state_file, "write", full))
-            stack.enter_context(patch.object(Written, "notify", full))
+            for owner, name in ((state_file, "write"), (Written, "notify")):
+                stack.enter_context(patch.object(owner, name, side_effect=full))
         saver.start(1, state(1))
         assert saver._last is not None
         saver._last.part.result()
     saver.start(2, state(2))
     if rank == 0:
         until(lambda: saver.steps() == [2])
-    return [saver.finish() == 2, saver.save(3, state(3))], lines
-
-
-def test_a_worker_that_cannot_even_say_so_is_told_of_later(workers: Pool, tmp_path: Path) -> None:
-    """It does not hold up the checkpoints that follow."""
-    (first, lines), (other, _) = workers.run(cannot_tell, 2, str(tmp_path))
-    assert first == other == [True, True]
-    assert len(lines) == 1 and "step 1 could not be saved (worker 1: " in lines[0]
+    assert saver.finish() == 2 and saver.save(3, state(3))
+    if rank == 0:
+        (line,) = lines
+        assert "step 1 could not be saved (worker 1: " in line
 
 
 @replicas(2)
 def test_one_that_ends_early_gives_up_what_others_have_not_written(
-    rank: int, world: int, tmp_path: Path
+    rank: int, tmp_path: Path
 ) -> None:
     """After step 1 is saved, worker 0 begins step 2 alone, and ends."""
     lines: list[str] = []
-    saver = two(rank, world, str(tmp_path), lines)
+    saver = of_all(tmp_path, lines)
     assert saver.save(1, state(1))
     if rank == 0:
         saver.start(2, state(2))
@@ -597,28 +518,17 @@ def slow_disk(seconds: float) -> Iterator[None]:
 
 
 def test_training_goes_on_while_the_disk_is_slow(workers: Pool, tmp_path: Path) -> None:
-    """Every fsync takes half a second, and still the steps after the first checkpoint are told
-    before it is published. The summary says how long training has stood still."""
+    """Every fsync takes a tenth of a second. The summary says how long training has stood still."""
     arguments = ("method=co2", "co2.tau=3", "train.steps=12", "log.every=1", "checkpoint.every=6")
-    runs = {}
-    for name, setup in (("slow", slow_disk), ("quick", contextlib.nullcontext)):
-        own = (0.5,) if name == "slow" else ()
-        more = {"runs": tmp_path / name, "setup": setup, "setup_arguments": own}
-        runs[name] = pooled(workers, 2, *arguments, **more)  # type: ignore[arg-type]
-        assert runs[name].status == 0, runs[name].err
-    told = metrics(runs["slow"].folder, "train")
-    assert [line["step"] for line in told] == list(range(1, 13))
-    assert (runs["slow"].folder / "checkpoints" / "step_12").exists()
-    assert saving_s(runs["slow"]) > 0.5, "the last one is waited for"
-    assert saving_s(runs["quick"]) > 0
-
-
-def saving_s(run: Run) -> float:
-    from co2.record.metrics import Summary
-
-    summary = Summary.read(run.folder)
-    assert summary is not None and summary.saving_s is not None
-    return summary.saving_s
+    saving_s = []
+    for seconds in (0.0, 0.1):
+        place = {"runs": tmp_path / str(seconds), "setup": partial(slow_disk, seconds)}
+        run = pooled(workers, 2, *arguments, **place)
+        saving_s.append(summary(run.folder)["saving_s"])
+    assert [line["step"] for line in metrics(run.folder, "train")] == list(range(1, 13))
+    assert saved_steps(run.folder) == [6, 12]
+    quick, slow = saving_s
+    assert slow > 0.1 and quick > 0, "the last one is waited for"
 
 
 def written(path: Path, state: dict[str, Any], worker: int = 0) -> Path:
@@ -783,7 +693,6 @@ def trained(workers: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = ("method=local_sgd", "local_sgd.tau=5", "train.steps=8", "optim.name=adamw")
     arguments = (*arguments, "checkpoint.every=8")
     run = pooled(workers, 2, *arguments, runs=tmp_path_factory.mktemp("trained"))
-    assert run.status == 0, run.err
     return run.folder
 
 
@@ -806,12 +715,10 @@ def test_the_weights_of_a_run(trained: Path) -> None:
 def test_a_damaged_part_of_what_is_equal(workers: Pool, tmp_path: Path, kind: str) -> None:
     """No replica can do without it: all go on from the checkpoint before."""
     words = ("method=co2", "co2.tau=3", "train.steps=9", "log.every=1", "checkpoint.every=4")
-    told = {"setup": stopped_after, "setup_arguments": (8,)}
-    stopped = pooled(workers, 3, *words, runs=tmp_path, **told)
-    assert stopped.status == PREEMPTED, stopped.err
+    stopped = pooled(workers, 3, *words, runs=tmp_path, stop_at=8)
     damage(stopped.folder / "checkpoints/step_8", kind, "equal/replica_2_worker_0.safetensors")
     run = pooled(workers, 3, *words, runs=tmp_path)
-    assert run.status == 0 and "resumed at step 4 of 9" in run.out
+    assert "resumed at step 4 of 9" in run.out
     assert "step_8 is damaged (equal/replica_2_worker_0.safetensors" in run.out
 
 
@@ -834,24 +741,20 @@ def comparing(some: bool) -> Iterator[None]:
     assert (max(compared) > 0) == some
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", grid(METHODS, OF_A_KIND.__contains__))
 def test_what_a_method_calls_equal_is(workers: Pool, tmp_path: Path, name: str) -> None:
-    """After every step, whatever is in flight."""
+    """After every step, whatever is in flight. tests/methods/test_contract.py has every method."""
     words = (f"method={name}", *overrides(name), "train.steps=9", "checkpoint.every=1")
-    told = {"setup": comparing, "setup_arguments": (name not in ("noloco", "zero_one_adam"),)}
-    run = pooled(workers, 3, *words, "train.ema_decay=0.9", runs=tmp_path, **told)
-    assert run.status == 0, run.err
+    setup = partial(comparing, name not in ("noloco", "zero_one_adam"))
+    pooled(workers, 3, *words, "train.ema_decay=0.9", runs=tmp_path, setup=setup)
 
 
 @pytest.mark.parametrize(
     ("name", "strategy"),
     grid(
-        [
-            (name, one)
-            for name in ("allreduce", "co2_keep")
-            for one in Strategy
-            if one.value != "ep"
-        ],
+        itertools.product(
+            ("allreduce", "co2_keep"), [one for one in Strategy if one.value != "ep"]
+        ),
         lambda case: case == ("allreduce", Strategy.zero3),
     ),
 )
@@ -861,9 +764,8 @@ def test_what_workers_of_a_replica_call_equal_is(
     """Each worker's own part is that of its counterparts."""
     mesh = ("mesh.replica_size=2", f"mesh.strategy={strategy.value}", "optim.name=adamw")
     words = (f"method={name}", *overrides(name), *mesh, "train.steps=6", "checkpoint.every=1")
-    told = {"setup": comparing, "setup_arguments": (True,)}
-    run = pooled(workers, 4, *words, "train.ema_decay=0.9", runs=tmp_path, **told)
-    assert run.status == 0, run.err
+    setup = partial(comparing, True)
+    pooled(workers, 4, *words, "train.ema_decay=0.9", runs=tmp_path, setup=setup)
 
 
 def tensor_bytes(folder: Path) -> int:
@@ -885,10 +787,8 @@ def test_how_large_one_is(
 ) -> None:
     """In model copies, with a mean in flight: what each replica has for itself, and what is there
     once. The rest is buffers and random states."""
-    told = {"setup": stopped_after, "setup_arguments": (7,)}
     words = (*method, "train.steps=9", "optim.name=adamw", "checkpoint.every=0", "toy.hidden=1024")
-    run = pooled(workers, 4, *words, runs=tmp_path, **told)
-    assert run.status == PREEMPTED, run.err
+    run = pooled(workers, 4, *words, runs=tmp_path, stop_at=7)
     folder = run.folder / "checkpoints/step_7"
     once, rest = tensor_bytes(folder / "equal"), 25_000
     copy = 4 * (16 * 1024 + 3 * 1024 + 1024 * CLASSES + CLASSES)

@@ -31,8 +31,7 @@ from co2.record.folder import plain_values, run_folder
 from co2.record.metrics import Summary
 from co2_measure.peers import known_methods
 from tasks import TASKS
-from tests.cli.harness import ROOT, SMALL, TOY, cli, configured, folders, metrics, pooled
-from tests.cli.test_runs import summary
+from tests.cli.harness import ROOT, SMALL, TOY, cli, configured, folders, metrics, pooled, summary
 from tests.workers import Pool
 
 CONF = train.APP.conf
@@ -141,7 +140,6 @@ def test_it_trains(workers: Pool, tmp_path: Path, root: Path, text: Path, name: 
     on_text = () if chosen.task == "resnet50" else (f"data.path={text}",)
     words = (f"experiment={name}", *own, *on_text, *short)
     run = pooled(workers, 2, *words, runs=tmp_path / "runs")
-    assert run.status == 0, run.err
     lines = metrics(run.folder, "train")
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert sum(line["bytes"] for line in lines) > 0
@@ -163,6 +161,9 @@ def found(app: App, *words: str) -> tuple[object, ...]:
     return (config.task, config.method, lr, train.steps, train.batch_size, workers, tau, outer_lr)
 
 
+TUNED_GPT2 = ("task=gpt2", "tuned=true", "co2.tau=12")
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -180,11 +181,8 @@ def found(app: App, *words: str) -> tuple[object, ...]:
         (("debug=default",), ("toy", "co2", 0.5, 2, 4, 1, 7, 0.9)),
         (("debug=default", "launch.workers=2"), ("toy", "co2", 0.5, 2, 4, 2, 7, 0.9)),
         # Settings that were tuned win over it, as over every recipe.
-        (("task=gpt2", "tuned=true", "co2.tau=12"), ("gpt2", "co2", 0.01131, 77, 4, 4, 12, 0.7)),
-        (
-            ("task=gpt2", "tuned=true", "co2.tau=12", "optim.lr=1"),
-            ("gpt2", "co2", 1.0, 77, 4, 4, 12, 0.7),
-        ),
+        (TUNED_GPT2, ("gpt2", "co2", 0.01131, 77, 4, 4, 12, 0.7)),
+        ((*TUNED_GPT2, "optim.lr=1"), ("gpt2", "co2", 1.0, 77, 4, 4, 12, 0.7)),
     ],
 )
 def test_what_wins(app: App, words: Sequence[str], expected: tuple[object, ...]) -> None:
@@ -224,10 +222,7 @@ def test_deterministic_algorithms_are_for_the_run_alone(tmp_path: Path) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-SCHEMAS = {
-    **NODES,
-    **{name: kind.Config for name, kind in (known_methods() | TASKS).items()},
-}
+SCHEMAS = NODES | {name: kind.Config for name, kind in (known_methods() | TASKS).items()}
 
 
 @pytest.mark.parametrize("node", SCHEMAS)
@@ -283,22 +278,13 @@ installed = pytest.mark.skipif(find_spec("optuna") is None, reason="needs the ex
 def test_search(tmp_path: Path) -> None:
     """Trials, the best of them, and the table; the same command makes the same trials."""
     runs = tmp_path / "runs"
-    words = [
-        "-m",
-        SWEEPER,
-        "launch.workers=1",
-        "train.steps=12",
-        "method=co2",
-        "co2.tau=3",
-    ]
+    words = ["-m", SWEEPER, "launch.workers=1", "train.steps=12", "method=co2", "co2.tau=3"]
     words += ["hydra.sweeper.n_jobs=1"]
     words += ["co2.outer_lr=interval(0.3,1.5)", "co2.outer_momentum=0.1,0.5", "train.seed=0"]
     ended = cli(*words, "hydra.sweeper.n_trials=2", runs=runs)
-    assert ended.status == 0, ended.err
     assert len(folders(runs)) == 2
 
     ended = cli(*words, "hydra.sweeper.n_trials=3", runs=runs)
-    assert ended.status == 0, ended.err
     assert ended.out.count("finished already") == 2
     assert len(folders(runs)) == 3
     table = ended.out[ended.out.index("sweep: ") :]
@@ -312,9 +298,8 @@ def test_search(tmp_path: Path) -> None:
         finals[summary(folder)["final"]["loss"]] = config
     best = min(finals)
     assert table.count("│ co2.outer_lr=") == 3
-    assert (
-        f"lowest validation loss: {best:.4f} with co2.outer_lr={finals[best]['outer_lr']} " in table
-    )
+    lowest = f"lowest validation loss: {best:.4f} with co2.outer_lr={finals[best]['outer_lr']} "
+    assert lowest in table
     assert table.endswith(", scored on data.validation=tuning\n")
     found = yaml.safe_load((runs / ".multirun" / "optimization_results.yaml").read_text())
     assert found["best_value"] == best

@@ -1,6 +1,7 @@
 """What is done with a finished run: `co2 export`, whose files other libraries read; another run
 starts from it by init_from; and it writes texts."""
 
+import hashlib
 import json
 import os
 import re
@@ -32,8 +33,11 @@ from tests.cli.harness import (
     configured,
     contents,
     folder_of,
+    manifest,
     pooled,
+    refused,
     small,
+    summary,
     weights,
 )
 from tests.tasks import small_glue
@@ -91,7 +95,8 @@ def started(words: tuple[str, ...], runs: Path) -> tuple[Task, nn.Module]:
     return task, model
 
 
-def refused(words: tuple[str, ...], runs: Path) -> str:
+def not_begun(words: tuple[str, ...], runs: Path) -> str:
+    """Why a run does not start from what init_from names."""
     with pytest.raises(ConfigError) as caught:
         started(words, runs)
     assert caught.value.key == "init_from" and "\n" not in str(caught.value)
@@ -99,9 +104,7 @@ def refused(words: tuple[str, ...], runs: Path) -> str:
     return caught.value.hint
 
 
-def test_all_files_have_the_mode_that_the_umask_leaves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_files_have_the_mode_that_the_umask_leaves(tmp_path: Path) -> None:
     """Those of a run and its checkpoints, and those of the export."""
     runs, words = tmp_path / "runs", ("method=co2", "launch.workers=1", "train.steps=2")
     before = os.umask(0o027)
@@ -214,24 +217,17 @@ def test_it_is_evaluated_alike(
     train.APP.prepare_data(config)
     train.APP.work(config)
     (folder,) = (path.parent for path in (tmp_path / "runs").rglob("summary.json"))
-    first, second = (
-        json.loads((run / "summary.json").read_text())["final"]
-        for run in (finished("gpt2"), folder)
-    )
-    assert first == second
-    start = json.loads((folder / "manifest.json").read_text())["init_from"]
+    assert summary(finished("gpt2"))["final"] == summary(folder)["final"]
+    start = manifest(folder)["init_from"]
     assert start == {"folder": str(exported("gpt2")), "sha256": digest(exported("gpt2"))}
 
 
 def digest(folder: Path) -> str:
-    import hashlib
-
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize(
-    ("task", "data"),
-    [("gpt2", "openwebtext"), ("moe", "openwebtext"), ("glue", "wikibooks")],
+    ("task", "data"), [("gpt2", "openwebtext"), ("moe", "openwebtext"), ("glue", "wikibooks")]
 )
 def test_data_of_its_tokenizer(
     exported: Finished, words: Callable, text: Path, tmp_path: Path, task: str, data: str
@@ -313,12 +309,12 @@ def test_as_the_hub_has_gpt2(
 
 def test_another_model_is_refused(exported: Finished, words: Callable, tmp_path: Path) -> None:
     runs, gpt2 = tmp_path / "runs", exported("gpt2")
-    assert "is a run of task=gpt2" in refused(words("moe", gpt2), runs)
-    assert "is a run of task=toy" in refused(words("gpt2", exported("toy")), runs)
-    assert "model_type=gpt2" in refused(words("glue", gpt2), runs)
-    assert "has the shape" in refused(words("gpt2", gpt2, "gpt2.context=16"), runs)
+    assert "is a run of task=gpt2" in not_begun(words("moe", gpt2), runs)
+    assert "is a run of task=toy" in not_begun(words("gpt2", exported("toy")), runs)
+    assert "model_type=gpt2" in not_begun(words("glue", gpt2), runs)
+    assert "has the shape" in not_begun(words("gpt2", gpt2, "gpt2.context=16"), runs)
     heads = edited(gpt2, tmp_path / "heads", "config.json", lambda c: c.update(n_head=2))
-    assert "n_head=2, this run's model 4" in refused(words("gpt2", heads), runs)
+    assert "n_head=2, this run's model 4" in not_begun(words("gpt2", heads), runs)
 
 
 def test_another_vocabulary_is_refused(exported: Finished, words: Callable, tmp_path: Path) -> None:
@@ -329,10 +325,10 @@ def test_another_vocabulary_is_refused(exported: Finished, words: Callable, tmp_
     runs = tmp_path / "runs"
     for task in ("gpt2", "moe", "roberta", "glue"):
         folder = edited(exported(task), tmp_path / task, "tokenizer.json", swapped)
-        hint = refused(words(task, folder), runs)
+        hint = not_begun(words(task, folder), runs)
         assert "its tokenizer.json is not that of" in hint and "tasks.prepare" in hint
         (folder / "tokenizer.json").unlink()
-        assert "holds no tokenizer.json" in refused(words(task, folder), runs)
+        assert "holds no tokenizer.json" in not_begun(words(task, folder), runs)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +345,7 @@ def test_a_damaged_export(
 ) -> None:
     folder = shutil.copytree(exported("gpt2"), tmp_path / "damaged")
     (folder / name).write_bytes(content)
-    assert says in refused(words("gpt2", folder), tmp_path / "runs")
+    assert says in not_begun(words("gpt2", folder), tmp_path / "runs")
 
 
 def test_weights_that_do_not_fit(exported: Finished, words: Callable, tmp_path: Path) -> None:
@@ -357,23 +353,18 @@ def test_weights_that_do_not_fit(exported: Finished, words: Callable, tmp_path: 
     saved = load_file(source / "model.safetensors")
     first = next(name for name, weight in saved.items() if weight.is_floating_point())
     nan = spoiled(source, tmp_path / "nan", lambda w: w[first].fill_(float("nan")))
-    assert "model.safetensors has a weight that is not finite" in refused(words("toy", nan), runs)
+    assert "model.safetensors has a weight that is not finite" in not_begun(words("toy", nan), runs)
     gone = spoiled(source, tmp_path / "gone", lambda w: w.pop(first))
-    assert f"{first} has the shape none there" in refused(words("toy", gone), runs)
+    assert f"{first} has the shape none there" in not_begun(words("toy", gone), runs)
     (tmp_path / "pickle").mkdir()
     (tmp_path / "pickle" / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    hint = refused(words("toy", tmp_path / "pickle"), runs)
+    hint = not_begun(words("toy", tmp_path / "pickle"), runs)
     assert "no finished run" in hint and "model.safetensors" in hint
 
 
-def answer(capsys: pytest.CaptureFixture[str], *words: Path | str) -> str:
-    """The line with which it is refused."""
-    capsys.readouterr()
-    assert train.APP.main(["export", *map(str, words)]) == 2
-    caught = capsys.readouterr()
-    (line,) = caught.err.splitlines()
-    assert caught.out == "" and line.startswith("error: ")
-    return line
+def answer(*words: Path | str) -> str:
+    """The line with which an export is refused."""
+    return refused(train.APP.main, ["export", *map(str, words)])
 
 
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -395,28 +386,24 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", SPOILT)
-def test_no_finished_run(
-    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_no_finished_run(finished: Finished, tmp_path: Path, kind: str) -> None:
     spoil, says = SPOILT[kind]
     run = shutil.copytree(finished("toy"), tmp_path / "toy")
     spoil(run)
-    line = answer(capsys, run, tmp_path / "out")
-    assert line.startswith(f"error: RUN={run}: ") and says in line
+    line = answer(run, tmp_path / "out")
+    assert line.startswith(f"RUN={run}: ") and says in line
     assert os.listdir(tmp_path) == ["toy"]
 
 
-def test_other_data(
-    finished: Finished, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_data(finished: Finished, text: Path, tmp_path: Path) -> None:
     """The vocabulary would be another one; and without data there is none."""
     run, own = shutil.copytree(finished("gpt2"), tmp_path / "gpt2"), tmp_path / "own.txt"
     config = (run / "config.yaml").read_text()
     assert str(text) in config
     (run / "config.yaml").write_text(config.replace(str(text), str(own)))
-    assert "its data are needed" in answer(capsys, run, tmp_path / "out")
+    assert "its data are needed" in answer(run, tmp_path / "out")
     own.write_text(text.read_text()[::-1])
-    assert "its data have changed" in answer(capsys, run, tmp_path / "out")
+    assert "its data have changed" in answer(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -447,9 +434,7 @@ def test_other_data_than_before(
     train.APP.prepare_data(configured(*words, "resume=never", runs=tmp_path / "runs"))
 
 
-def test_the_folder_is_taken(
-    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_folder_is_taken(finished: Finished, tmp_path: Path) -> None:
     """Nothing of it is changed; an empty one will do."""
     run, taken, empty = finished("toy"), tmp_path / "taken", tmp_path / "empty"
     taken.mkdir()
@@ -457,19 +442,17 @@ def test_the_folder_is_taken(
     (taken / "model.safetensors").write_text("another")
     before = contents(tmp_path)
     for folder in (taken, taken / "model.safetensors", run):
-        assert "exists and is not empty" in answer(capsys, run, folder)
-    assert "no such folder" in answer(capsys, tmp_path / "nowhere", tmp_path / "out")
+        assert "exists and is not empty" in answer(run, folder)
+    assert "no such folder" in answer(tmp_path / "nowhere", tmp_path / "out")
     below = taken / "model.safetensors" / "out"
-    assert answer(capsys, run, below).startswith(f"error: FOLDER={below}: ")
+    assert answer(run, below).startswith(f"FOLDER={below}: ")
     assert contents(tmp_path) == before
     assert train.APP.main(["export", str(run), str(empty)]) == 0
     assert (empty / "model.safetensors").exists()
-    assert "holds an exported model" in answer(capsys, empty, tmp_path / "out")
+    assert "holds an exported model" in answer(empty, tmp_path / "out")
 
 
-def test_whole_or_not_at_all(
-    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_whole_or_not_at_all(finished: Finished, tmp_path: Path) -> None:
     """Where the disk is full, or somebody else was first."""
     out = tmp_path / "out"
 
@@ -478,7 +461,7 @@ def test_whole_or_not_at_all(
         raise OSError(28, "No space left on device")
 
     with patch.object(safetensors.torch, "save_file", full):
-        assert "No space left on device" in answer(capsys, finished("toy"), out)
+        assert "No space left on device" in answer(finished("toy"), out)
     assert os.listdir(tmp_path) == []
 
     def late(weights: Any, path: Path, header: Any) -> None:
@@ -487,134 +470,92 @@ def test_whole_or_not_at_all(
         (out / "theirs").touch()
 
     with patch.object(safetensors.torch, "save_file", late):
-        assert "exists and is not empty" in answer(capsys, finished("toy"), out)
+        assert "exists and is not empty" in answer(finished("toy"), out)
     assert os.listdir(tmp_path) == ["out"] and os.listdir(out) == ["theirs"]
 
 
-COMMON = ("log.wandb=disabled", "launch.backend=gloo", "train.eval_every=100", "log.every=1")
-WIDTH = ("toy.hidden=8",)
+@pytest.fixture
+def tuned(finished: Finished, words: Callable) -> Callable[..., tuple[str, ...]]:
+    """A fine-tuning of RoBERTa, in a few steps."""
+    few = ("method=co2", "co2.tau=2", "train.steps=6", "checkpoint.every=3", "tag=own")
+    few += ("train.eval_every=100", "log.every=1")
+
+    def of(*more: str, start: Path | None = None) -> tuple[str, ...]:
+        return words("glue", start or finished("roberta"), *few, *more)
+
+    return of
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory, workers: Pool) -> Path:
-    """A finished run of the toy."""
-    runs = tmp_path_factory.mktemp("toy") / "runs"
-    run = pooled(workers, 2, "method=co2", "co2.tau=2", "train.steps=4", *WIDTH, runs=runs)
-    assert run.status == 0, run.err
-    return run.folder
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of two topics; more than twenty, so that whole files validate."""
-    folder = tmp_path_factory.mktemp("files")
-    for number in range(60):
-        path = folder / ("north", "south")[number % 2] / f"{number}.txt"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(story(400, number))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def language(
-    tmp_path_factory: pytest.TempPathFactory, workers: Pool, root: Path, texts: Path
-) -> Path:
-    """A finished run of RoBERTa on the texts."""
-    runs = tmp_path_factory.mktemp("language") / "runs"
-    words = ("task=roberta", "train.steps=3", "train.batch_size=4", "roberta.eval_samples=8")
-    own = (f"data.root={root}", f"data.path={texts}", "method=allreduce")
-    run = pooled(workers, 2, *words, *own, *COMMON, runs=runs)
-    assert run.status == 0, run.err
-    return run.folder
-
-
-def tuned(language: Path, root: Path, texts: Path, *words: str) -> tuple[str, ...]:
-    """A fine-tuning of it, in a few steps."""
-    few = ("train.steps=6", "train.batch_size=4", "glue.eval_samples=8", "checkpoint.every=3")
-    data = (f"data.root={root}", f"data.path={texts}")
-    start = f"init_from={language}"
-    return ("task=glue", "method=co2", "co2.tau=2", *few, *data, start, *COMMON, "tag=own", *words)
-
-
-def origin(folder: Path) -> dict[str, str]:
-    """What manifest.json says of the weights that a run started from."""
-    return json.loads((folder / "manifest.json").read_text())["init_from"]
-
-
-def refused_at_once(*arguments: str, runs: Path) -> ConfigError:
-    """What train.py answers before it starts any worker."""
-    words = ["task=toy", f"runs={runs}", *arguments]
-    if any(word.startswith("task=") for word in arguments):
-        words = words[1:]
-    with pytest.raises(ConfigError) as caught:
-        preflight(train.APP.conf, words, train.APP.check)
-    assert "\n" not in str(caught.value) and caught.value.key == "init_from"
-    assert not runs.exists()
-    return caught.value
-
-
-def test_any_task_starts_from_a_run_of_its_own(workers: Pool, tmp_path: Path, toy: Path) -> None:
+def test_any_task_starts_from_a_run_of_its_own(
+    workers: Pool, tmp_path: Path, finished: Finished
+) -> None:
     """Buffers and all: without learning, the run ends where the other did."""
-    words = ("train.steps=1", "optim.lr=0", f"init_from={toy}", *WIDTH, "train.eval_every=1")
-    run = pooled(workers, 2, *words, "method=allreduce", runs=tmp_path / "runs")
-    assert run.status == 0, run.err
+    few, toy = ("train.steps=1", "optim.lr=0", "method=allreduce"), finished("toy")
+    run = pooled(workers, 2, *few, f"init_from={toy}", runs=tmp_path / "runs")
     first, second = weights(toy), weights(run.folder)
     for name, value in first.items():
         if "running" not in name and "tracked" not in name:
             assert torch.equal(value, second[name]), name
     tracked = next(name for name in first if "tracked" in name)
     assert second[tracked] == first[tracked] + 1
-    assert origin(run.folder)["folder"] == str(toy) and len(origin(run.folder)["sha256"]) == 64
-    fresh = pooled(workers, 2, *WIDTH, "train.steps=1", "optim.lr=0", runs=tmp_path / "fresh")
-    assert origin(fresh.folder) is None
+    origin = manifest(run.folder)["init_from"]
+    assert origin["folder"] == str(toy) and len(origin["sha256"]) == 64
+    fresh = pooled(workers, 2, *few, runs=tmp_path / "fresh")
+    assert manifest(fresh.folder)["init_from"] is None
 
 
 def test_a_replica_of_several_workers(
-    workers: Pool, tmp_path: Path, root: Path, language: Path, texts: Path
+    workers: Pool, tmp_path: Path, finished: Finished, tuned: Callable
 ) -> None:
-    words = ("train.steps=1", "optim.lr=0", "mesh.replica_size=2", "mesh.strategy=zero3")
-    run = pooled(workers, 2, *tuned(language, root, texts, *words), runs=tmp_path / "runs")
-    assert run.status == 0, run.err
-    here, there = weights(run.folder), weights(language)
-    assert all(torch.equal(here[name], there[name]) for name in here.keys() & there.keys())
+    words = tuned("train.steps=1", "optim.lr=0", "mesh.replica_size=2", "mesh.strategy=zero3")
+    run = pooled(workers, 2, *words, runs=tmp_path / "runs")
+    here, there = weights(run.folder), weights(finished("roberta"))
+    shared = here.keys() & there.keys()
+    assert shared and all(torch.equal(here[name], there[name]) for name in shared)
 
 
 def test_it_is_not_read_again(
-    workers: Pool, tmp_path: Path, root: Path, language: Path, texts: Path
+    workers: Pool, tmp_path: Path, finished: Finished, tuned: Callable
 ) -> None:
     """A run goes on exactly when the one that it started from is gone."""
-    source = shutil.copytree(language, tmp_path / "source")
-    words = tuned(source, root, texts)
+    source = shutil.copytree(finished("roberta"), tmp_path / "source")
+    words = tuned(start=source)
     whole = pooled(workers, 2, *words, runs=tmp_path / "whole")
-    assert whole.status == 0, whole.err
-    cut = shutil.copytree(tmp_path / "whole", tmp_path / "cut") / whole.folder.relative_to(
-        tmp_path / "whole"
-    )
+    shutil.copytree(whole.runs, tmp_path / "cut")
+    cut = tmp_path / "cut" / whole.folder.relative_to(whole.runs)
     (cut / "summary.json").unlink()
     shutil.rmtree(cut / "checkpoints" / "step_6")
     shutil.rmtree(source)
     again = pooled(workers, 2, *words, runs=tmp_path / "cut")
-    assert again.status == 0 and "resumed at step 3 of 6" in again.out
+    assert "resumed at step 3 of 6" in again.out
     assert_same_run(whole.folder, again.folder)
-    assert origin(again.folder) == origin(whole.folder)
+    assert manifest(again.folder)["init_from"] == manifest(whole.folder)["init_from"]
 
 
-def test_another_model(
-    tmp_path: Path, root: Path, toy: Path, text: Path, language: Path, texts: Path
-) -> None:
-    runs = tmp_path / "runs"
-    assert "has the shape" in str(refused_at_once(f"init_from={toy}", "toy.hidden=9", runs=runs))
-    error = refused_at_once(f"init_from={language}", runs=runs)
-    assert "is a run of task=roberta; give one of task=toy" in str(error)
+def test_another_model(tmp_path: Path, finished: Finished, tuned: Callable) -> None:
+    """Told before any worker starts."""
 
-    def of_glue(*words: str) -> str:
-        return str(refused_at_once(*tuned(language, root, texts, *words), runs=runs))
+    def refused_at_once(*words: str) -> str:
+        given = words if words[0].startswith("task=") else ("task=toy", *words)
+        with pytest.raises(ConfigError) as caught:
+            preflight(train.APP.conf, [*given, f"runs={tmp_path / 'runs'}"], train.APP.check)
+        assert "\n" not in str(caught.value) and caught.value.key == "init_from"
+        assert not (tmp_path / "runs").exists()
+        return str(caught.value)
 
-    assert "is a run of task=toy" in of_glue(f"init_from={toy}")
-    assert "roberta.size=smoke, this run glue.size=base" in of_glue("glue.size=base")
-    assert "roberta.context=32, this run glue.context=16" in of_glue("glue.context=16")
-    assert "roberta.vocab_size=512, this run glue.vocab_size=300" in of_glue("glue.vocab_size=300")
-    assert "vocabulary" in of_glue(f"data.path={text}", "glue.name=adjoin")
+    toy, other = f"init_from={finished('toy')}", tmp_path / "other.txt"
+    other.write_text(story(40_000, 1))
+    assert "has the shape" in refused_at_once(toy, "toy.hidden=9")
+    language = refused_at_once(f"init_from={finished('roberta')}")
+    assert "is a run of task=roberta; give one of task=toy" in language
+    for words, says in (
+        (toy, "is a run of task=toy"),
+        ("glue.size=base", "roberta.size=smoke, this run glue.size=base"),
+        ("glue.context=16", "roberta.context=32, this run glue.context=16"),
+        ("glue.vocab_size=300", "roberta.vocab_size=512, this run glue.vocab_size=300"),
+        (f"data.path={other}", "vocabulary"),
+    ):
+        assert says in refused_at_once(*tuned(words)), words
 
 
 CONTEXT = 32
@@ -699,15 +640,6 @@ def test_drawn() -> None:
     ],
 )
 def test_no_text_is_written(
-    finished: Finished,
-    capsys: pytest.CaptureFixture[str],
-    task: str,
-    words: tuple[str, ...],
-    says: str,
+    finished: Finished, task: str, words: tuple[str, ...], says: str
 ) -> None:
-    run = str(finished(task))
-    capsys.readouterr()
-    assert train.APP.main(["sample", run, *words]) == 2
-    caught = capsys.readouterr()
-    (line,) = caught.err.splitlines()
-    assert caught.out == "" and line.startswith("error: ") and says in line
+    assert says in refused(train.APP.main, ["sample", str(finished(task)), *words])

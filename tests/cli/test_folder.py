@@ -3,12 +3,12 @@
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import signal
 import socket
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,91 +30,84 @@ from tasks.shared import sampling
 from tasks.toy import Toy
 from tests.cli.harness import (
     LIMIT_S,
-    LINGER_S,
     STORY,
     TOY,
-    alive,
+    Process,
     assert_same_run,
     cli,
     command,
     folder_of,
     folders,
     held_port,
+    interrupted,
+    manifest,
     metrics,
     pooled,
     started,
-    stopped_after,
+    trained,
     until,
+    until_all_have_ended,
 )
 from tests.server import environment, fork_program
-from tests.workers import Pool
+from tests.workers import Pool, everybody, replicas
 
 
-class TestTag:
-    @staticmethod
-    def of(*overrides: str, world: int = 2, method: str = "co2") -> str:
-        return tag_from(overrides, world, 2, method)
+def tag(*overrides: str, world: int = 2, method: str = "co2") -> str:
+    return tag_from(overrides, world, 2, method)
 
-    def test_nothing_that_matters(self) -> None:
-        free = ("train.seed=3", "log.every=1", "checkpoint.keep=9", "runs=/x", "resume=never")
-        rest = (
-            "data.root=/x",
-            "launch.backend=gloo",
-            "launch.gpu=h100",
-            "hydra.verbose=true",
-            "tag=x",
-        )
-        assert self.of("task=toy", "method=co2", *free, *rest) == "default"
 
-    def test_names(self) -> None:
-        assert self.of("co2.tau=3") == "tau3"
-        assert self.of("++co2.tau=3") == "tau3"
-        assert self.of("optim.lr=1e-3") == "lr1e_3"
-        assert self.of("scale=paper") == "paper"
-        assert self.of("slowmo.tau=3", method="slowmo") == "tau3"
+FREE = ("task=toy", "method=co2", "train.seed=3", "log.every=1", "checkpoint.keep=9", "runs=/x")
+FREE += ("resume=never", "data.root=/x", "launch.backend=gloo", "launch.gpu=h100", "tag=x")
 
-    def test_order_does_not_matter(self) -> None:
-        one, other = "co2.tau=3", "optim.lr=0.1"
-        assert self.of(one, other) == self.of(other, one) == "lr0.1-tau3"
 
-    def test_the_workers_of_torchrun(self) -> None:
-        assert self.of("co2.tau=3", world=4) == "tau3-workers4"
-        assert self.of("co2.tau=3", world=2) == "tau3"
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((*FREE, "hydra.verbose=true"), "default"),
+        (("co2.tau=3",), "tau3"),
+        (("++co2.tau=3",), "tau3"),
+        (("optim.lr=1e-3",), "lr1e_3"),
+        (("scale=paper",), "paper"),
+        (("co2.tau=3", "optim.lr=0.1"), "lr0.1-tau3"),
+        (("optim.lr=0.1", "co2.tau=3"), "lr0.1-tau3"),
+    ],
+)
+def test_a_tag(overrides: tuple[str, ...], expected: str) -> None:
+    """It names what matters, in any order, and nothing else."""
+    assert tag(*overrides) == expected
 
-    @pytest.mark.parametrize("value", ["/home/me/text.txt", "../up", "a b", "x:y", "[1,2]", "ü/é"])
-    def test_is_a_plain_folder_name(self, value: str) -> None:
-        tag = self.of(f"data.path={value}")
-        assert not set(tag) & set("/\\ :[],'\"") and tag not in ("", ".", "..")
 
-    def test_long_ones_are_cut_and_differ(self) -> None:
-        many = [f"co2.key{number}={number}" for number in range(40)]
-        one, other = self.of(*many, "co2.z=1"), self.of(*many, "co2.z=2")
-        assert one != other and len(one) <= 120
+def test_a_tag_of_another_method_and_of_the_workers_of_torchrun() -> None:
+    assert tag("slowmo.tau=3", method="slowmo") == "tau3"
+    assert tag("co2.tau=3", world=4) == "tau3-workers4"
 
-    def test_a_sweep_never_collides(self) -> None:
-        jobs = [
-            (
-                f"co2.tau={tau}",
-                f"optim.lr={lr}",
-                f"co2.gap_penalty={gap}",
-                f"launch.workers={n}",
-            )
-            for tau in (1, 11, 111)
-            for lr in ("0.1", "0.11", "1e-1")
-            for gap in ("none", "gap_aware", "1.5")
-            for n in (1, 2)
-        ]
-        assert len({self.of(*job) for job in jobs}) == len(jobs)
+
+@pytest.mark.parametrize("value", ["/home/me/text.txt", "../up", "a b", "x:y", "[1,2]", "ü/é"])
+def test_a_tag_is_a_plain_folder_name(value: str) -> None:
+    made = tag(f"data.path={value}")
+    assert not set(made) & set("/\\ :[],'\"") and made not in ("", ".", "..")
+
+
+def test_long_tags_are_cut_and_differ() -> None:
+    many = [f"co2.key{number}={number}" for number in range(40)]
+    one, other = tag(*many, "co2.z=1"), tag(*many, "co2.z=2")
+    assert one != other and len(one) <= 120
+
+
+def test_the_tags_of_a_sweep_never_collide() -> None:
+    swept = {"co2.tau": (1, 11, 111), "optim.lr": ("0.1", "0.11", "1e-1")}
+    swept |= {"co2.gap_penalty": ("none", "gap_aware", "1.5"), "launch.workers": (1, 2)}
+    jobs = list(itertools.product(*([f"{key}={one}" for one in swept[key]] for key in swept)))
+    assert len({tag(*job) for job in jobs}) == len(jobs) == 54
 
 
 @pytest.mark.parametrize(("rank", "times"), [("0", 1), ("1", 0)])
 def test_one_worker_lists_the_folder_of_a_new_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str, times: int
+    tmp_path: Path, variables: Callable, rank: str, times: int
 ) -> None:
     """Before the workers of torchrun know each other. That of a run that goes on all look at."""
     words = [*TOY, f"runs={tmp_path}", "train.global_batch=32", "train.batch_size=16"]
-    for name, value in (("RANK", rank), ("WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
+    variables(RANK=rank, WORLD_SIZE="2")
     with patch.object(folder, "saved_steps", wraps=files.saved_steps) as listed:
         (config,) = preflight(train.APP.conf, words, train.APP.check)
         assert listed.call_count == times
@@ -150,8 +143,8 @@ def test_the_second_of_two_is_refused(tmp_path: Path) -> None:
         until(lambda: len(metrics(folder)) > 0, first)
         os.killpg(first.pid, signal.SIGSTOP)  # so that it does not end meanwhile
         for more in ((), ("resume=never",)):
-            second = cli(*RUN, *more, runs=runs)
-            assert second.status == REFUSED and second.out == ""
+            second = cli(*RUN, *more, runs=runs, status=REFUSED)
+            assert second.out == ""
             (line,) = second.err.splitlines()
             assert line.startswith("error: tag=one: runs/toy/co2/one/seed0 is held by ")
             assert f"held by {first.pid} on {HOST}; " in line and "tag=NAME" in line
@@ -185,30 +178,23 @@ def as_tasks(tmp_path: Path, runs: Path) -> tuple[list[int], str]:
 
 def test_workers_end_with_what_started_them(tmp_path: Path) -> None:
     """SIGKILL to train.py alone: its workers trained on beside those of the same command."""
-    arguments, runs, log = (*STORY, "toy.delay_s=2"), tmp_path / "runs", tmp_path / "log"
-    folder = folder_of(*arguments, runs=runs)
-    with started(*arguments, runs=runs, log=log) as process:
-        until(lambda: len(metrics(folder)) > 0, process)
+
+    def kill(process: Process) -> None:
         os.kill(process.pid, signal.SIGKILL)
-        assert process.wait(LIMIT_S) == -signal.SIGKILL
-        deadline = time.monotonic() + LINGER_S
-        while alive(process.pid):
-            assert time.monotonic() < deadline, "a worker outlives what started it"
-            time.sleep(0.02)
-    assert not (folder / "summary.json").exists() and "Traceback" not in log.read_text()
-    assert (folder / NAME).exists()
-    FolderLock.take(folder).release()
+        process.wait(LIMIT_S)
+        until_all_have_ended(process)
+
+    told = {"when": trained(1), "act": kill, "status": -signal.SIGKILL}
+    run = interrupted(*STORY, "toy.delay_s=2", runs=tmp_path / "runs", **told)
+    assert not (run.folder / "summary.json").exists() and "Traceback" not in run.out
+    assert (run.folder / NAME).exists()
+    FolderLock.take(run.folder).release()
 
 
 def test_what_a_process_has_left_is_taken_over(tmp_path: Path) -> None:
     """On the same host at once, whoever has its number now."""
-    for content in (
-        json.dumps({"process": os.getppid(), "host": HOST}),
-        "",
-        "torn{",
-        "[1]",
-        '{"process": Infinity, "host": 3}',
-    ):
+    mine = json.dumps({"process": os.getppid(), "host": HOST})
+    for content in (mine, "", "torn{", "[1]", '{"process": Infinity, "host": 3}'):
         folder = named(tmp_path)
         (folder / NAME).write_text(content)
         held = FolderLock.take(folder)
@@ -236,10 +222,7 @@ def test_a_run_on_another_host_that_lives(
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_a_run_on_another_host_that_was_lost(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    locks: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], locks: bool
 ) -> None:
     if not locks:
         without_locks(monkeypatch)
@@ -257,25 +240,6 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "lockf", refuse)
 
 
-def take_in_turn(rank: int, world: int, place: str) -> list[str]:
-    """Worker 0 takes the folder, and what worker 1 meets."""
-    folder, met = Path(place), []
-    first = FolderLock.take(folder) if rank == 0 else None
-    dist.barrier()
-    if rank == 1:
-        met.append(refusal(folder))
-        second = FolderLock.take_over(folder)
-    dist.barrier()
-    if first is not None:
-        first.release()
-        met.append(refusal(folder))
-    dist.barrier()
-    if rank == 1:
-        second.release()
-        met.append(str((folder / NAME).exists()))
-    return met
-
-
 def refusal(folder: Path) -> str:
     try:
         FolderLock.take(folder).release()
@@ -284,30 +248,39 @@ def refusal(folder: Path) -> str:
     return ""
 
 
-def test_who_was_given_up_does_not_free_the_folder(workers: Pool, tmp_path: Path) -> None:
+@replicas(2)
+def test_who_was_given_up_does_not_free_the_folder(rank: int, tmp_path: Path) -> None:
     """An elastic run's first worker may be silent, and come back after another is the first."""
-    (after,), (before, left) = workers.run(take_in_turn, 2, str(tmp_path))
-    assert "is held by " in before and "is held by " in after
-    assert before != after and left == "False"
+    before = after = ""
+    first = FolderLock.take(tmp_path) if rank == 0 else None
+    dist.barrier()
+    if rank == 1:
+        before = refusal(tmp_path)
+        second = FolderLock.take_over(tmp_path)
+    dist.barrier()
+    if first is not None:
+        first.release()
+        after = refusal(tmp_path)
+    (after, _), (_, before) = everybody((after, before))
+    if rank == 1:
+        second.release()
+    assert "is held by " in before and "is held by " in after and before != after
+    assert rank == 0 or not (tmp_path / NAME).exists()
 
 
-def locked_elsewhere(rank: int, world: int, place: str) -> bool:
+@replicas(2)
+def test_a_lock_that_a_lost_host_has_left(rank: int, tmp_path: Path) -> None:
     """Worker 1 is a host that was lost, whose lock a file server keeps."""
-    folder = Path(place)
+    folder = tmp_path / "run"
     if rank == 1:
         file = os.open(named(folder) / NAME, os.O_RDWR)
         fcntl.lockf(file, fcntl.LOCK_EX)
     dist.barrier()
     if rank == 0:
         with patch.object(lock, "_SILENT_S", 0.2):
-            held = FolderLock.take(folder)
-        held.release()
+            FolderLock.take(folder).release()
     dist.barrier()
-    return (folder / NAME).exists()
-
-
-def test_a_lock_that_a_lost_host_has_left(workers: Pool, tmp_path: Path) -> None:
-    assert workers.run(locked_elsewhere, 2, str(tmp_path / "run")) == [False, False]
+    assert not (folder / NAME).exists()
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
@@ -325,8 +298,7 @@ SHORT = ("train.steps=4", "train.eval_every=4", "checkpoint.every=0")
 def told(workers: Pool, runs: Path, *words: str, world: int = 2, **setup: Any) -> dict[str, Any]:
     """The fingerprint of a run."""
     run = pooled(workers, world, *SHORT, *words, runs=runs, fresh=True, **setup)
-    assert run.status == 0, run.err
-    known = json.loads((run.folder / "manifest.json").read_text())["fingerprint"]
+    known = manifest(run.folder)["fingerprint"]
     return {key: round(value, 5) if key == "loss" else value for key, value in known.items()}
 
 
@@ -388,7 +360,7 @@ def test_a_resumed_run_keeps_it(workers: Pool, tmp_path: Path) -> None:
     whole = pooled(workers, 2, *words, runs=tmp_path / "whole")
     for step in (1, 3):
         runs = tmp_path / f"stopped_{step}"
-        pooled(workers, 2, *words, runs=runs, setup=stopped_after, setup_arguments=(step,))
+        pooled(workers, 2, *words, runs=runs, stop_at=step)
         again = pooled(workers, 2, *words, runs=runs)
         assert_same_run(again.folder, whole.folder)
         kept, first = of_run(again.folder), of_run(whole.folder)

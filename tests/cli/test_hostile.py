@@ -16,6 +16,7 @@ import subprocess
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 
 import train
+from co2.config import Config
 from co2.errors import ConfigError
 from co2.program import python
 from co2.record.folder import plain, run_folder
@@ -36,7 +38,7 @@ from co2.train import state_file
 from co2.train.checkpoint import MANIFEST
 from tasks.text import store
 from tests.cli.harness import MARK, TOY, Payload, configured, files, pickled, refused, tagged
-from tests.cli.test_checkpoint import assert_state, checkpoints, part, state
+from tests.cli.test_checkpoint import DAMAGES, assert_state, checkpoints, damage, part, state
 from tests.tasks import pictures, test_shapenet
 from tests.tasks.build import mesh
 
@@ -146,6 +148,7 @@ CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
     "a name with NUL": (manifest(sha256={part(): "0", "a\0b": "0"}), MANIFEST),
     "a list": (whole_manifest("[]"), MANIFEST),
     "a deep list": (whole_manifest(DEEP), MANIFEST),
+    **{kind: (partial(damage, kind=kind), "") for kind in DAMAGES},
     "no UTF-8": (lambda folder: (folder / MANIFEST).write_bytes(b"\xff\xfe{"), MANIFEST),
 }
 
@@ -168,6 +171,8 @@ def test_checkpoint(tmp_path: Path, kind: str) -> None:
     assert saver.steps() == [1]
     for step in (2, 3, 4):  # what was set aside goes, too, and nothing else
         assert saver.save(step, state(step))
+        assert_state(saver.load(), step)
+    assert len(lines) == 1
     assert {n: d for n, d in files(tmp_path).items() if not n.startswith("checkpoints")} == before
     assert not (tmp_path / MARK).exists()
 
@@ -210,15 +215,18 @@ def test_the_payloads_work(tmp_path: Path) -> None:
     assert (tmp_path / MARK).exists()
 
 
-@pytest.fixture
-def run(here: Path) -> Path:
-    """The folder of a run that has begun, as far as a start looks at it."""
-    config = configured("method=co2", runs=here / "runs")
-    folder = run_folder(config)
+def begun(folder: Path, config: Config) -> Path:
+    """A run's folder, as far as a start looks at it."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(plain(config, 2)))
     (folder / "manifest.json").write_text('{"data": {}}')
     return folder
+
+
+@pytest.fixture
+def run(here: Path) -> Path:
+    config = configured("method=co2", runs=here / "runs")
+    return begun(run_folder(config), config)
 
 
 def text(name: str, make: Callable[[Path], str] | str) -> Spoil:
@@ -231,39 +239,33 @@ def text(name: str, make: Callable[[Path], str] | str) -> Spoil:
     return spoil
 
 
-SAVED = "checkpoints/step_2/manifest.json"
+DAMAGED = "config.yaml is damaged"
+IN_A_VALUE = text("config.yaml", lambda here: f"train:\n  steps: {tagged(here)}")
 RUNS: dict[str, tuple[Spoil, str]] = {
-    "config with code": (text("config.yaml", tagged), "config.yaml is damaged"),
-    "config with code in a value": (
-        text("config.yaml", lambda here: f"train:\n  steps: {tagged(here)}"),
-        "config.yaml is damaged",
-    ),
+    "config with code": (text("config.yaml", tagged), DAMAGED),
+    "config with code in a value": (IN_A_VALUE, DAMAGED),
     "config of another run": (text("config.yaml", "co2: {tau: 99}"), "holds a run with"),
     "summary that is torn": (text("summary.json", '{"title": '), "summary.json is damaged"),
-    "format of the past": (text(SAVED, '{"format": 1}'), "another version"),
 }
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_run_folder(run: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+def test_run_folder(run: Path, kind: str) -> None:
     spoil, says = RUNS[kind]
     spoil(run)
     here = Path.cwd()
     before = files(here)
     words = [*TOY, "method=co2", f"runs={here / 'runs'}"]
-    assert says in refused(train.APP.main, words, capsys)
+    assert says in refused(train.APP.main, words)
     assert files(here) == before and MARK not in before
 
 
 @pytest.fixture
 def start(here: Path) -> Path:
     """A finished run of the toy, as far as `init_from` looks at it."""
-    folder = here / "start"
-    folder.mkdir()
     config = configured("method=co2", runs=here / "runs")
+    folder = begun(here / "start", config)
     torch.save(train.APP.make_task(config).model().state_dict(), folder / "model.pt")
-    (folder / "config.yaml").write_text(yaml.safe_dump(plain(config, 2)))
-    (folder / "manifest.json").write_text('{"data": {}}')
     (folder / "summary.json").write_text("{}")
     return folder
 
@@ -286,22 +288,13 @@ def first(weights: dict[str, Any], value: float | None = None) -> str:
     return name
 
 
-def gone(folder: Path) -> None:
-    shutil.rmtree(folder)
-
-
+UNREAD = "model.pt cannot be read"
 STARTS: dict[str, tuple[Spoil, str]] = {
-    "no folder": (gone, "no such folder"),
+    "no folder": (shutil.rmtree, "no such folder"),
     "no finished run": (lambda f: (f / "summary.json").unlink(), "no summary.json"),
     "no weights": (lambda f: (f / "model.pt").unlink(), "no model.pt"),
-    "a payload amid the weights": (
-        model(lambda w, here: w.update(more=Payload(here))),
-        "model.pt cannot be read",
-    ),
-    "a bare pickle": (
-        lambda f: (f / "model.pt").write_bytes(pickled(f.parent)),
-        "model.pt cannot be read",
-    ),
+    "a payload amid the weights": (model(lambda w, here: w.update(more=Payload(here))), UNREAD),
+    "a bare pickle": (lambda f: (f / "model.pt").write_bytes(pickled(f.parent)), UNREAD),
     "a list": (model(lambda w, _: list(w.values())), "holds no weights by name"),
     "NaN": (model(lambda w, _: first(w, float("nan")) and None), "is not finite"),
     "another shape": (
@@ -317,12 +310,12 @@ STARTS: dict[str, tuple[Spoil, str]] = {
 
 
 @pytest.mark.parametrize("kind", STARTS)
-def test_init_from(start: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+def test_init_from(start: Path, kind: str) -> None:
     spoil, says = STARTS[kind]
     spoil(start)
     before = files(start.parent)
     words = [*TOY, "method=co2", f"runs={start.parent / 'runs'}", f"init_from={start}"]
-    line = refused(train.APP.main, words, capsys)
+    line = refused(train.APP.main, words)
     assert line.startswith(f"init_from={start}: ") and says in line
     assert files(start.parent) == before and MARK not in before
 
@@ -332,41 +325,34 @@ def test_init_from_a_sound_run(start: Path) -> None:
     train.APP.prepare_data(config)
 
 
-CONFIGURATIONS: dict[str, tuple[str, Callable[[Path], str], str]] = {
-    "code in a task": (
-        "task/scale/toy_smoke.yaml",
-        lambda here: f"toy: {tagged(here)}",
-        "smoke.yaml, line",
-    ),
-    "code in tuned settings": ("tuned/toy/co2.yaml", tagged, "co2.yaml, line 1"),
-    "interpolation in tuned settings": (
-        "tuned/toy/co2.yaml",
+TUNED, SMOKE = "tuned/toy/co2.yaml", "task/scale/toy_smoke.yaml"
+CONFIGURATIONS: list[tuple[str, Callable[[Path], str], str]] = [
+    (SMOKE, lambda here: f"toy: {tagged(here)}", "smoke.yaml, line"),
+    (TUNED, tagged, "co2.yaml, line 1"),
+    (
+        TUNED,
         lambda _: "co2: {outer_lr: '${oc.env:HOME}'}",
         "co2.outer_lr=${oc.env:HOME}: must be a finite number",
     ),
-    "a target in tuned settings": (
-        "tuned/toy/co2.yaml",
+    (
+        TUNED,
         lambda here: f"co2: {{_target_: os.mkdir, _args_: ['{here / MARK}']}}",
         "co2._target_=os.mkdir",
     ),
-    "a target in a task": (
-        "task/scale/toy_smoke.yaml",
-        lambda _: "# @package _global_\ntoy: {_target_: os.mkdir}",
-        "toy._target_=os.mkdir",
-    ),
-}
+    (SMOKE, lambda _: "# @package _global_\ntoy: {_target_: os.mkdir}", "toy._target_=os.mkdir"),
+]
 
 
-@pytest.mark.parametrize("kind", CONFIGURATIONS)
-def test_configuration(here: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
-    name, make, says = CONFIGURATIONS[kind]
+@pytest.mark.parametrize(("name", "make", "says"), CONFIGURATIONS)
+def test_configuration(here: Path, name: str, make: Callable[[Path], str], says: str) -> None:
+    """With code, an interpolation, or a target."""
     conf = shutil.copytree(train.APP.conf, here / "conf")
     (conf / name).parent.mkdir(exist_ok=True)
     (conf / name).write_text(make(here))
     before = files(here)
     app = replace(train.APP, conf=conf)
     words = ["task=toy", "method=co2", *(["tuned=true"] if name.startswith("tuned") else [])]
-    assert says in refused(app.main, words, capsys)
+    assert says in refused(app.main, words)
     assert files(here) == before and MARK not in before
 
 
@@ -436,13 +422,13 @@ def test_a_cloud(here: Path) -> None:
     assert not (here / MARK).exists()
 
 
-def test_weights_of_a_backbone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_of_a_backbone(here: Path) -> None:
     import timm
 
     found = timm.create_model("resnet10t", num_classes=0).state_dict()
     torch.save({**found, "more": Payload(here)}, here / "weights.pth")
     words = ["task=ade20k", "ade20k.backbone=resnet10t", "ade20k.weights=weights.pth"]
-    line = refused(train.APP.main, [*TOY[1:], *words, f"runs={here / 'runs'}"], capsys)
+    line = refused(train.APP.main, [*TOY[1:], *words, f"runs={here / 'runs'}"])
     assert line.startswith("ade20k.weights=weights.pth: ") and "is not a state dict" in line
     assert not (here / MARK).exists() and not (here / "runs").exists()
 
@@ -470,7 +456,7 @@ STORES: dict[str, Spoil] = {
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_prepared_text(here: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+def test_prepared_text(here: Path, kind: str) -> None:
     (here / "secret").write_text("no token")
     folder = here / "root" / "openwebtext"
     tokens = np.arange(300, dtype=np.uint16)
@@ -480,7 +466,7 @@ def test_prepared_text(here: Path, capsys: pytest.CaptureFixture[str], kind: str
     train.APP.prepare_data(configured(*words, runs=here / "runs"))
     STORES[kind](folder)
     before = files(here)
-    line = refused(train.APP.main, [*TOY[1:], *words, f"runs={here / 'runs'}"], capsys)
+    line = refused(train.APP.main, [*TOY[1:], *words, f"runs={here / 'runs'}"])
     where = "gpt2.corpus=openwebtext: no sound root/openwebtext"
     assert line.startswith(f"{where}; make it: {python()} -m tasks.prepare")
     assert files(here) == before and MARK not in before

@@ -1,10 +1,10 @@
 """A run goes on with another number of workers, where its method holds nothing that only the same
 ones can go on from."""
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from co2.catalogue import CATALOGUE
-from co2.errors import PREEMPTED, ConfigError
+from co2.errors import ConfigError
 from co2.methods import METHODS
 from co2.train import state_file
 from co2.train.session import Session
-from tests.cli.harness import Run, assert_same_run, configured, metrics, pooled, stopped_after
+from tests.cli.harness import Run, assert_same_run, configured, manifest, metrics, pooled
 from tests.cli.test_checkpoint import part
 from tests.grids import grid, nonempty
 from tests.methods.driver import overrides
@@ -27,16 +27,8 @@ from tests.workers import Pool
 WORDS = ("tag=other", "train.steps=14", "train.eval_every=7", "log.every=1", "train.batch_size=4")
 
 
-def stopped(workers: Pool, world: int, words: tuple[str, ...], step: int, runs: Path) -> None:
-    told = {"setup": stopped_after, "setup_arguments": (step,)}
-    run = pooled(workers, world, *words, "checkpoint.every=0", runs=runs, **told)
-    assert run.status == PREEMPTED, run.err
-
-
-def resumed(workers: Pool, world: int, words: tuple[str, ...], runs: Path) -> Run:
-    run = pooled(workers, world, *words, runs=runs)
-    assert run.status == 0, run.err
-    return run
+def stopped(workers: Pool, world: int, words: tuple[str, ...], step: int, runs: Path) -> Run:
+    return pooled(workers, world, *words, "checkpoint.every=0", runs=runs, stop_at=step)
 
 
 @pytest.mark.parametrize(
@@ -54,12 +46,12 @@ def test_fewer_or_more(workers: Pool, tmp_path: Path, before: int, now: int, tol
         stopped(workers, before, words, 7, tmp_path / name)
         if again is not None:
             stopped(workers, now, words, again, tmp_path / name)
-        ended.append(resumed(workers, now, words, tmp_path / name))
+        ended.append(pooled(workers, now, *words, runs=tmp_path / name))
     assert_same_run(*(run.folder for run in ended))
     assert f"resumed at step 7 of 14, {told}" in ended[0].out
     assert re.search(rf", on {4 * now} samples a step, before {4 * before}", ended[0].out)
     assert [line["step"] for line in metrics(ended[0].folder, "eval")] == [7, 14]
-    *_, start = json.loads((ended[0].folder / "manifest.json").read_text())["resumed"]
+    *_, start = manifest(ended[0].folder)["resumed"]
     assert told == f"with {start['replicas']}" and start["world_size"] == now
 
 
@@ -76,13 +68,17 @@ def numbers(state: Any, name: str = "") -> dict[str, Tensor]:
 
 
 @contextmanager
-def told_to(folder: Path) -> Iterator[None]:
-    """Setup: every worker writes down what it loads."""
+def noted(folder: Path) -> Iterator[None]:
+    """Setup: every worker writes down what it loads, and what it holds then."""
     original = Session.load
 
     def load(self: Session, state: dict[str, Any]) -> None:
-        torch.save(numbers(state), folder / f"loaded_{self.run.mesh.worker}")
+        worker = self.run.mesh.worker
+        torch.save(numbers(state), folder / f"loaded_{worker}")
         original(self, state)
+        held = {"replica": self.shared.state(True)}
+        held["method"] = self.run.method.state_dict()["tensors"]
+        torch.save(numbers(held), folder / f"held_{worker}")
 
     with patch.object(Session, "load", load):
         yield
@@ -101,16 +97,13 @@ def test_what_they_begin_from(
     parts = (f"mesh.replica_size={size}", f"mesh.strategy={'zero3' if size > 1 else 'ddp'}")
     adam = ("optim.name=adamw", "optim.lr=0.01", "train.ema_decay=0.9")
     words = (*WORDS, *parts, f"method={name}", *overrides(name), *adam)
-    told = {"setup": stopped_after, "setup_arguments": (7,)}
-    run = pooled(workers, before, *words, "checkpoint.every=0", runs=tmp_path, **told)
-    assert run.status == PREEMPTED, run.err
+    run = stopped(workers, before, words, 7, tmp_path)
     saved = []
     for rank in range(before):
         replica, worker = divmod(rank, size)
         held = [files_of(run.folder / "checkpoints/step_7", replica, n) for n in range(size)]
         saved.append(numbers(state_file.read(held.pop(worker), held)))
-    run = pooled(workers, now, *words, runs=tmp_path, setup=told_to, setup_arguments=(tmp_path,))
-    assert run.status == 0, run.err
+    pooled(workers, now, *words, runs=tmp_path, setup=partial(noted, tmp_path))
     for rank in range(now):
         begins = torch.load(tmp_path / f"loaded_{rank}", weights_only=True)
         fellows = saved[rank % size :: size]
@@ -127,27 +120,12 @@ def test_what_they_begin_from(
 def test_the_batch_of_the_whole_run_stays(workers: Pool, tmp_path: Path) -> None:
     words = (*WORDS, "method=local_sgd", "local_sgd.tau=3", "train.global_batch=16")
     stopped(workers, 4, words, 5, tmp_path)
-    run = resumed(workers, 2, words, tmp_path)
+    run = pooled(workers, 2, *words, runs=tmp_path)
     assert "on 16 samples a step, before 16" in run.out
 
 
 def mesh(size: int, strategy: str) -> tuple[str, str]:
     return f"mesh.replica_size={size}", f"mesh.strategy={strategy}"
-
-
-@contextmanager
-def begun_with(folder: Path) -> Iterator[None]:
-    """Setup: every worker writes down what it holds once it has loaded."""
-    original = Session.load
-
-    def load(self: Session, state: dict[str, Any]) -> None:
-        original(self, state)
-        kept = self.run.method.state_dict()["tensors"]
-        held = {"replica": self.shared.state(True), "method": kept}
-        torch.save(numbers(held), folder / f"held_{self.run.mesh.worker}")
-
-    with patch.object(Session, "load", load):
-        yield
 
 
 @pytest.mark.parametrize("name", ["co2", "allreduce"])
@@ -162,16 +140,12 @@ def begun_with(folder: Path) -> Iterator[None]:
     ],
 )
 def test_another_size_of_replicas(
-    workers: Pool,
-    tmp_path: Path,
-    name: str,
-    before: tuple[int, int, str],
-    now: tuple[int, int, str],
+    workers: Pool, tmp_path: Path, name: str, before: tuple[Any, ...], now: tuple[Any, ...]
 ) -> None:
     """Every worker has all that its replica begins from, of what it is to hold now."""
     words = (*WORDS, f"method={name}", *overrides(name), "optim.name=adamw", "optim.lr=0.01")
-    stopped(workers, before[0], (*words, *mesh(*before[1:])), 7, tmp_path)
-    (folder,) = tmp_path.glob("toy/*/*/*/checkpoints/step_7")
+    run = stopped(workers, before[0], (*words, *mesh(*before[1:])), 7, tmp_path)
+    folder = run.folder / "checkpoints/step_7"
     replicas = []
     for replica in range(before[0] // before[1]):
         held: dict[str, Tensor] = {}
@@ -181,9 +155,8 @@ def test_another_size_of_replicas(
             own = {"replica": state["replica"], "method": state["method"]["tensors"]}
             held = numbers(own) | held
         replicas.append(held)
-    told = {"setup": begun_with, "setup_arguments": (tmp_path,)}
-    run = pooled(workers, now[0], *words, *mesh(*now[1:]), runs=tmp_path, **told)
-    assert run.status == 0, run.err
+    setup = partial(noted, tmp_path)
+    pooled(workers, now[0], *words, *mesh(*now[1:]), runs=tmp_path, setup=setup)
     there, here, seen = len(replicas), now[0] // now[1], set()
     for worker in range(now[0]):
         replica = worker // now[1]
@@ -223,9 +196,8 @@ def test_which_methods_do(
     stopped(workers, 3, words, 5, tmp_path)
     if good:
         text = "" if name == "allreduce" else ": all begin from their mean"
-        assert (
-            f"with 2 replicas in place of 3{text}, on " in resumed(workers, 2, words, tmp_path).out
-        )
+        run = pooled(workers, 2, *words, runs=tmp_path)
+        assert f"with 2 replicas in place of 3{text}, on " in run.out
     else:
         with pytest.raises(ConfigError, match=r"^launch\.workers=2: .*holds a run with .*=3"):
             configured(*words, "launch.workers=2", runs=tmp_path)

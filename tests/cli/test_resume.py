@@ -1,14 +1,13 @@
 """A run that was killed, stopped, or met a bad disk ends as one that nothing happened to."""
 
 import contextlib
-import itertools
 import json
 import math
 import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,11 +22,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import train
-from co2.errors import DIVERGED, PREEMPTED, REFUSED, ConfigError
+from co2.errors import DIVERGED, REFUSED, ConfigError
 from co2.record.folder import check_folder, read_summary
 from co2.record.provenance import of_all_starts
 from co2.train import checkpoint
-from tasks.toy import Toy
 from tests.cli.disturbed import Disturbance
 from tests.cli.harness import (
     STORY,
@@ -36,12 +34,13 @@ from tests.cli.harness import (
     cli,
     configured,
     contents,
-    folder_of,
+    manifest,
     metrics,
     pooled,
     saved_steps,
-    stopped_after,
     story,
+    summary,
+    with_losses,
 )
 from tests.cli.test_checkpoint import damage, part
 from tests.cli.test_disturbed import by_itself, resumed_at
@@ -63,20 +62,42 @@ def whole(workers: Pool, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def stopped(workers: Pool, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Stopped at step 33, with the checkpoints of 33 and 30."""
     runs = tmp_path_factory.mktemp("stopped") / "runs"
-    run = pooled(workers, 2, *POOLED, runs=runs, setup=stopped_after, setup_arguments=(STOPPED_AT,))
-    assert run.status == PREEMPTED
+    run = pooled(workers, 2, *POOLED, runs=runs, stop_at=STOPPED_AT)
     assert saved_steps(run.folder) == [30, STOPPED_AT]
     return run
 
 
-def test_no_good_checkpoint(workers: Pool, stopped: Run, tmp_path: Path) -> None:
+@pytest.fixture
+def again(stopped: Run, tmp_path: Path) -> Path:
+    """The folder of a copy of the run that was stopped; its runs are in `tmp_path / "runs"`."""
+    shutil.copytree(stopped.runs, tmp_path / "runs", symlinks=True)
+    return tmp_path / "runs" / stopped.folder.relative_to(stopped.runs)
+
+
+def refused_again(
+    workers: Pool,
+    again: Path,
+    *spoil: Callable[[Path], None],
+    setup: Callable[..., contextlib.AbstractContextManager[None]] = nullcontext,
+) -> tuple[str, str]:
+    """The same command on a copy whose newest checkpoints are spoiled: it is refused in one line,
+    and nothing is lost. Returns what is printed."""
+    for step, act in zip((STOPPED_AT, 30), spoil, strict=False):
+        act(again / "checkpoints" / f"step_{step}")
+    before = contents(again)
+    run = pooled(workers, 2, *POOLED, runs=again.parents[3], setup=setup, status=REFUSED)
+    assert contents(again) == before
+    line, *others = run.err.splitlines()
+    assert others in ([], [line]), "each worker tells it here"
+    return run.out, line
+
+
+def test_no_good_checkpoint(workers: Pool, again: Path) -> None:
     """The run does not begin again by itself: somebody may still save what is there."""
-    spoil = [partial(damage, kind="truncated"), partial(damage, kind="flipped")]
-    _, err = refused_again(workers, stopped, tmp_path, spoil)
-    assert re.search(
-        "/checkpoints holds no checkpoint that can be used .step_30 is damaged .*checksum", err
-    )
-    assert "train afresh with resume=never" in err
+    spoil = partial(damage, kind="truncated"), partial(damage, kind="flipped")
+    _, err = refused_again(workers, again, *spoil)
+    says = "/checkpoints holds no checkpoint that can be used .step_30 is damaged .*checksum"
+    assert re.search(says, err) and "train afresh with resume=never" in err
 
 
 @contextmanager
@@ -99,48 +120,23 @@ def unreadable(error: Exception, rank: int) -> Iterator[None]:
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_cannot_be_read_is_not_damaged(
-    workers: Pool, stopped: Run, tmp_path: Path, error: Exception, why: str, rank: int
+    workers: Pool, again: Path, error: Exception, why: str, rank: int
 ) -> None:
     """Another user's files, a server that does not answer, too little memory."""
-    out, err = refused_again(workers, stopped, tmp_path, (), unreadable, (error, rank))
+    out, err = refused_again(workers, again, setup=partial(unreadable, error, rank))
     assert "damaged" not in out
     assert f"/step_{STOPPED_AT}/{part(rank)} cannot be read on worker {rank} ({why}); " in err
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl"])
-def test_what_else_cannot_be_read(stopped: Run, tmp_path: Path, name: str) -> None:
-    shutil.copytree(stopped.runs, tmp_path / "runs")
-    folder = folder_of(*POOLED, "launch.workers=2", runs=tmp_path / "runs")
-    (folder / name).rename(folder / "elsewhere")
-    (folder / name).symlink_to(name)
-    before = contents(folder)
-    run = cli(*POOLED, "launch.workers=2", runs=tmp_path / "runs")
-    assert run.status == REFUSED and contents(folder) == before
+def test_what_else_cannot_be_read(again: Path, tmp_path: Path, name: str) -> None:
+    (again / name).rename(again / "elsewhere")
+    (again / name).symlink_to(name)
+    before = contents(again)
+    run = cli(*POOLED, "launch.workers=2", runs=tmp_path / "runs", status=REFUSED)
+    assert contents(again) == before
     (line,) = run.err.splitlines()
     assert f"/{name} cannot be read (Too many levels of symbolic links); it is kept" in line
-
-
-def refused_again(
-    workers: Pool,
-    stopped: Run,
-    tmp_path: Path,
-    spoil: Sequence[Callable[[Path], None]],
-    setup: Callable[..., contextlib.AbstractContextManager[None]] = nullcontext,
-    arguments: tuple[Any, ...] = (),
-) -> tuple[str, str]:
-    """The same command on a copy whose newest checkpoints are spoiled: it is refused in one line,
-    and nothing is lost. Returns what is printed."""
-    shutil.copytree(stopped.runs, tmp_path / "runs", symlinks=True)
-    folder = folder_of(*POOLED, "launch.workers=2", runs=tmp_path / "runs")
-    for step, act in zip((STOPPED_AT, 30), spoil, strict=False):
-        act(folder / "checkpoints" / f"step_{step}")
-    before = contents(folder)
-    setting = {"setup": setup, "setup_arguments": arguments}
-    run = pooled(workers, 2, *POOLED, runs=tmp_path / "runs", **setting)
-    assert run.status == REFUSED and contents(folder) == before
-    line, *others = run.err.splitlines()
-    assert others in ([], [line]), "each worker tells it here"
-    return run.out, line
 
 
 NO_LINES = f"the steps 1 to {STOPPED_AT} are missing"
@@ -162,43 +158,34 @@ def cut(path: Path, last: int) -> None:
 
 
 @pytest.mark.parametrize("how", LOST)
-def test_lost_metrics_are_told(workers: Pool, stopped: Run, tmp_path: Path, how: str) -> None:
+def test_lost_metrics_are_told(workers: Pool, again: Path, how: str) -> None:
     """The run goes on, but not as if nothing had been there."""
-    shutil.copytree(stopped.runs, tmp_path / "runs")
-    path = folder_of(*POOLED, "launch.workers=2", runs=tmp_path / "runs") / "metrics.jsonl"
     lose, says = LOST[how]
-    lose(path)
-    run = pooled(workers, 2, *POOLED, runs=tmp_path / "runs")
+    lose(again / "metrics.jsonl")
+    run = pooled(workers, 2, *POOLED, runs=again.parents[3])
     (line,) = [line for line in run.out.splitlines() if "metrics.jsonl" in line]
-    assert says in line and run.status == 0
+    assert says in line
     assert [line["step"] for line in metrics(run.folder, "train")][-27:] == list(range(34, 61))
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "manifest.json"])
 @pytest.mark.parametrize("how", ["missing", "- {torn", '{"data": {}, "resumed": 5}'])
-def test_what_a_run_was_is_needed(stopped: Run, tmp_path: Path, name: str, how: str) -> None:
+def test_what_a_run_was_is_needed(again: Path, name: str, how: str) -> None:
     """Without its configuration another one would go on with its checkpoints."""
-    shutil.copytree(stopped.runs, tmp_path / "runs")
-    path = folder_of(*POOLED, "launch.workers=2", runs=tmp_path / "runs") / name
-    path.unlink()
+    (again / name).unlink()
     if how != "missing":
-        path.write_text(how if name == "manifest.json" else how[:7])
+        (again / name).write_text(how if name == "manifest.json" else how[:7])
         how = "damaged"
+    words, runs = (*POOLED, "launch.workers=2"), again.parents[3]
     with pytest.raises(ConfigError, match=rf"/{name} is {how}; train afresh with resume=never"):
-        train.APP.prepare_data(configured(*POOLED, "launch.workers=2", runs=tmp_path / "runs"))
-    fresh = (*POOLED, "launch.workers=2", "resume=never")
-    train.APP.prepare_data(configured(*fresh, runs=tmp_path / "runs"))
+        train.APP.prepare_data(configured(*words, runs=runs))
+    train.APP.prepare_data(configured(*words, "resume=never", runs=runs))
 
 
-def test_the_first_manifest_stays(workers: Pool, stopped: Run, tmp_path: Path) -> None:
+def test_the_first_manifest_stays(workers: Pool, stopped: Run, again: Path) -> None:
     """It is of the start; a later one adds what was another then, and only that."""
-    shutil.copytree(stopped.runs, tmp_path / "runs")
-    run = pooled(workers, 2, *POOLED, runs=tmp_path / "runs")
-    first, kept = (
-        json.loads((folder / "manifest.json").read_text())
-        for folder in (stopped.folder, run.folder)
-    )
-    assert kept == first
+    first = manifest(stopped.folder)
+    assert manifest(pooled(workers, 2, *POOLED, runs=again.parents[3]).folder) == first
     now = {**first, "command": "train.py again", "world_size": 3, "data": {"sha256": "other"}}
     once = of_all_starts(first, now)
     change = {"command": "train.py again", "world_size": 3}
@@ -223,11 +210,10 @@ def test_a_run_that_got_more_steps_has_not_finished(workers: Pool, tmp_path: Pat
     assert read_summary(config) is None
     with pytest.raises(ConfigError, match=r"train.steps=40: .* holds a run with train.steps=4; "):
         check_folder(config, 2, as_it_is=True)
-    stop = {"setup": stopped_after, "setup_arguments": (10,)}
-    run = pooled(workers, 2, *more, runs=runs, **stop)
-    assert run.status == PREEMPTED and not (run.folder / "summary.json").exists()
-    ended = pooled(workers, 2, *more, runs=runs)
-    assert ended.status == 0 and read_summary(config) is not None
+    run = pooled(workers, 2, *more, runs=runs, stop_at=10)
+    assert not (run.folder / "summary.json").exists()
+    pooled(workers, 2, *more, runs=runs)
+    assert read_summary(config) is not None
 
 
 @pytest.mark.parametrize(
@@ -247,9 +233,8 @@ def test_no_more_steps(workers: Pool, tmp_path: Path, words: tuple[str, ...], re
         configured(*longer, runs=tmp_path)
 
 
-def test_lines_at_another_interval(workers: Pool, stopped: Run, whole: Run, tmp_path: Path) -> None:
-    shutil.copytree(stopped.runs, tmp_path / "runs")
-    run = pooled(workers, 2, *POOLED, "log.every=7", runs=tmp_path / "runs")
+def test_lines_at_another_interval(workers: Pool, whole: Run, again: Path) -> None:
+    run = pooled(workers, 2, *POOLED, "log.every=7", runs=again.parents[3])
     assert resumed_at(run.out) == [STOPPED_AT]
     assert_same_weights(run.folder, whole.folder)
     assert [line["step"] for line in metrics(run.folder, "eval")] == [10, 20, 30, 40, 50, 60]
@@ -261,7 +246,7 @@ def test_a_moving_average(workers: Pool, tmp_path: Path) -> None:
     run = pooled(workers, 2, *arguments, runs=tmp_path)
     mean, last = (torch.load(run.folder / name) for name in ("model_ema.pt", "model.pt"))
     assert not all(torch.equal(weight, last[name]) for name, weight in mean.items())
-    final = json.loads((run.folder / "summary.json").read_text())["final"]
+    final = summary(run.folder)["final"]
     assert final["ema_loss"] != final["loss"]
     for words, expected in (([], last), (["--ema"], mean)):
         made = tmp_path / f"made{len(words)}"
@@ -271,24 +256,17 @@ def test_a_moving_average(workers: Pool, tmp_path: Path) -> None:
         assert all(torch.equal(weight, expected[name]) for name, weight in there.items())
 
 
-@contextmanager
-def noted(path: str) -> Iterator[None]:
-    """Setup: at every loss each worker writes down a draw of every global generator."""
-    original = Toy.loss
-
-    def loss(task: Toy, *arguments: Any) -> Tensor:
-        drawn = [random.gauss(0, 1), float(np.random.randn()), torch.randn(()).item()]
-        with Path(f"{path}.{dist.get_rank()}").open("a") as file:
-            file.writelines(f"{number}\n" for number in drawn)
-        return original(task, *arguments)
-
-    with patch.object(Toy, "loss", loss):
-        yield
+def noted(path: str, value: Tensor, _: int) -> Tensor:
+    """At every loss each worker writes down a draw of every global generator."""
+    drawn = [random.gauss(0, 1), float(np.random.randn()), torch.randn(()).item()]
+    with Path(f"{path}.{dist.get_rank()}").open("a") as file:
+        file.writelines(f"{number}\n" for number in drawn)
+    return value
 
 
 def test_replicas_draw_differently(workers: Pool, tmp_path: Path) -> None:
-    setting = {"setup": noted, "setup_arguments": (str(tmp_path / "drawn"),)}
-    assert pooled(workers, 2, "train.steps=5", runs=tmp_path / "runs", **setting).status == 0
+    setup = partial(with_losses, partial(noted, str(tmp_path / "drawn")))
+    pooled(workers, 2, "train.steps=5", runs=tmp_path / "runs", setup=setup)
     drawn = [(tmp_path / f"drawn.{rank}").read_text().splitlines() for rank in (0, 1)]
     assert len({*drawn[0], *drawn[1]}) == 2 * 3 * 5
 
@@ -308,51 +286,43 @@ def assert_line(err: str, step: int | None, replica: int, last: str) -> None:
     assert "optim.lr" in lines[0]
 
 
-def test_a_loss_that_is_not_finite(workers: Pool, tmp_path: Path) -> None:
-    run = pooled(workers, 1, *DIVERGE, "checkpoint.every=0", runs=tmp_path / "runs")
-    assert run.status == DIVERGED == 65
-    assert_line(run.err, None, 0, "none")
-    assert not (run.folder / "summary.json").exists()
-
-
-def test_a_loss_that_is_not_finite_after_a_checkpoint(workers: Pool, tmp_path: Path) -> None:
-    words = (*DIVERGE, "checkpoint.every=1", "log.every=1")
-    run = pooled(workers, 1, *words, runs=tmp_path / "runs")
-    assert run.status == DIVERGED
-    newest = saved_steps(run.folder)[-1]
-    assert_line(run.err, newest + 1, 0, os.path.relpath(run.folder / f"checkpoints/step_{newest}"))
-    assert all(line["loss"] is not None for line in nonempty(story(run.folder))), (
-        "logged as a good one"
-    )
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_loss_that_is_not_finite(workers: Pool, tmp_path: Path, every: int) -> None:
+    """Before there is any checkpoint, and after one."""
+    words = (*DIVERGE, "log.every=1", f"checkpoint.every={every}")
+    run = pooled(workers, 1, *words, runs=tmp_path / "runs", status=DIVERGED)
+    assert DIVERGED == 65 and not (run.folder / "summary.json").exists()
+    step, last = None, "none"
+    if every:
+        newest = saved_steps(run.folder)[-1]
+        step, last = newest + 1, os.path.relpath(run.folder / f"checkpoints/step_{newest}")
+    assert_line(run.err, step, 0, last)
+    logged = nonempty(line["loss"] for line in story(run.folder))
+    assert None not in logged, "logged as a good one"
 
 
 def test_a_loss_that_is_not_finite_on_another_replica(tmp_path: Path) -> None:
     """Whoever of the workers ends first: the status is that of the one with the reason."""
     words = (*STORY, "checkpoint.every=3")
-    ended = by_itself(words, Disturbance("nan", "loss", 7, worker=1), tmp_path / "runs", 2)
+    bad = Disturbance("nan", "loss", 7, worker=1)
+    ended = by_itself(words, bad, tmp_path / "runs", 2, DIVERGED)
     assert_line(ended.err, 7, 1, "runs/toy/co2/")
     assert "checkpoints/step_6;" in ended.err
     assert len(ended.err.splitlines()) == 1, "the other workers end in silence"
-    assert ended.status == DIVERGED
-
-
-@contextmanager
-def bad_gradient(step: int) -> Iterator[None]:
-    """Setup: the gradient of a step is not a number on worker 0, though its loss is finite."""
-    original, calls = Toy.loss, itertools.count(1)
-
-    def loss(task: Toy, *arguments: Any) -> Tensor:
-        value = original(task, *arguments)
-        if next(calls) == step and dist.get_rank() == 0:
-            value.register_hook(lambda gradient: gradient * math.nan)
-        return value
-
-    with patch.object(Toy, "loss", loss):
-        yield
 
 
 BAD = 20
+
+
+def bad_gradient(value: Tensor, step: int) -> Tensor:
+    """The gradient of a step is not a number on worker 0, though its loss is finite."""
+    if step == BAD and dist.get_rank() == 0:
+        value.register_hook(lambda gradient: gradient * math.nan)
+    return value
+
+
 NOT_FINITE = ("train.steps=40", "train.eval_every=100", "checkpoint.every=5", "tag=bad")
+MEETS_IT: dict[str, Any] = {"setup": partial(with_losses, bad_gradient), "status": DIVERGED}
 
 
 @pytest.mark.parametrize(
@@ -368,20 +338,19 @@ def test_what_is_not_finite_is_no_checkpoint(
     workers: Pool, tmp_path: Path, world: int, words: tuple[str, ...]
 ) -> None:
     """Else every restart would go on from it, and end again."""
-    words, setting = (*NOT_FINITE, *words), {"setup": bad_gradient, "setup_arguments": (BAD,)}
-    run = pooled(workers, world, *words, runs=tmp_path / "runs", **setting)
-    assert run.status == DIVERGED and "/checkpoints/step_15; try a lower optim.lr" in run.err
+    run = pooled(workers, world, *NOT_FINITE, *words, runs=tmp_path / "runs", **MEETS_IT)
+    assert "/checkpoints/step_15; try a lower optim.lr" in run.err
     assert saved_steps(run.folder) == [10, 15]
-    healthy = pooled(workers, world, *words, runs=tmp_path / "runs")
-    assert healthy.status == 0 and resumed_at(healthy.out) == [15]
+    healthy = pooled(workers, world, *NOT_FINITE, *words, runs=tmp_path / "runs")
+    assert resumed_at(healthy.out) == [15]
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_bad_last_step(workers: Pool, tmp_path: Path, world: int) -> None:
     """No forward pass follows, but an evaluation."""
-    words, setting = (*NOT_FINITE, "train.steps=20"), {"setup_arguments": (BAD,)}
-    run = pooled(workers, world, *words, runs=tmp_path / "runs", setup=bad_gradient, **setting)
-    assert run.status == DIVERGED and not (run.folder / "summary.json").exists()
+    words = (*NOT_FINITE, "train.steps=20")
+    run = pooled(workers, world, *words, runs=tmp_path / "runs", **MEETS_IT)
+    assert not (run.folder / "summary.json").exists()
     assert "error: the validation loss is nan at step 20; last good checkpoint: " in run.err
     assert "/checkpoints/step_15; " in run.err and not (run.folder / "model.pt").exists()
 
@@ -390,6 +359,5 @@ def test_a_bad_last_step(workers: Pool, tmp_path: Path, world: int) -> None:
 def test_a_loss_that_is_not_finite_on_all_replicas(tmp_path: Path, elastic: str) -> None:
     """It is told by one of them."""
     words = (*DIVERGE, "method=local_sgd", f"launch.elastic={elastic}")
-    ended = cli(*words, runs=tmp_path / "runs")
-    assert ended.status == DIVERGED
+    ended = cli(*words, runs=tmp_path / "runs", status=DIVERGED)
     assert len(re.findall("the loss is", ended.err)) == 1, ended.err

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from importlib.util import find_spec
@@ -29,7 +30,7 @@ from co2.record.metrics import UNITS, figures, unit_of
 from co2.record.wandb import SEGMENTS, mode
 from co2.start import launch
 from tasks.toy import Toy
-from tests.cli.harness import configured, folder_of, metrics
+from tests.cli.harness import configured, folder_of, metrics, refused, summary, with_losses
 from tests.cli.test_elastic import ELASTIC, SLOW, assert_no_step_is_missing, disturbed, words
 
 STEPS = 20
@@ -185,19 +186,15 @@ def assert_holds(sink: str, folder: Path, steps: int) -> None:
         assert [step for step, _ in found["train/loss"]] == list(range(1, steps + 1))
 
 
-@contextlib.contextmanager
-def at_step(step: int, do: Callable[[], object]) -> Iterator[None]:
+def at_step(step: int, do: Callable[[], object]) -> AbstractContextManager[None]:
     """`do` in the training loss of the step, counted from this start."""
-    original, calls = Toy.loss, []
 
-    def loss(self: Toy, *arguments: Any) -> Tensor:
-        calls.append(None)
-        if len(calls) == step:
+    def change(value: Tensor, call: int) -> Tensor:
+        if call == step:
             do()
-        return original(self, *arguments)
+        return value
 
-    with patch.object(Toy, "loss", loss):
-        yield
+    return with_losses(change)
 
 
 def trained(runs: Path, *words: str) -> int:
@@ -303,52 +300,52 @@ def told(stopped: Path) -> list[Segment]:
     return segments(stopped)
 
 
-class TestWandB:
-    def test_one_run_in_two_segments(self, stopped: Path, told: list[Segment]) -> None:
-        """Each has its own steps, and `resume`, which lets `wandb sync` join them."""
-        assert len(told) == 2 and told[0].run.run_id == told[1].run.run_id
-        assert all(segment.run.resume for segment in told)
-        first, second = (segment.steps for segment in told)
-        assert len(first) >= 2 and len(second) >= 10
-        assert first + second == list(range(1, STEPS + 1))
-        state = json.loads((stopped / "wandb" / SEGMENTS).read_text())
-        assert [(s["begun"], s["ended"]) for s in state["segments"]] == [
-            (0, first[-1]),
-            (first[-1], STEPS),
-        ]
+def test_wandb_has_one_run_in_two_segments(stopped: Path, told: list[Segment]) -> None:
+    """Each has its own steps, and `resume`, which lets `wandb sync` join them."""
+    assert len(told) == 2 and told[0].run.run_id == told[1].run.run_id
+    assert all(segment.run.resume for segment in told)
+    first, second = (segment.steps for segment in told)
+    assert len(first) >= 2 and len(second) >= 10
+    assert first + second == list(range(1, STEPS + 1))
+    state = json.loads((stopped / "wandb" / SEGMENTS).read_text())["segments"]
+    ends = [(segment["begun"], segment["ended"]) for segment in state]
+    assert ends == [(0, first[-1]), (first[-1], STEPS)]
 
-    def test_names_and_units(self, told: list[Segment]) -> None:
-        """Every metric has the axis `step` and a unit; the best loss is kept."""
-        logged = {name for row in told[1].rows for name in row}
-        names = {name for name in logged if name.startswith(("train/", "eval/"))}
-        assert {"train/exposed_s", "train/bytes", "eval/loss"} <= names
-        for name in names:
-            assert told[1].metric(name).step_metric == "step", name
-            assert unit_of(name), name
-        best = {name: told[1].summary[name] for name in ("eval/loss", "eval/accuracy")}
-        assert best["eval/loss"].keys() == {"min", "last"}
-        assert best["eval/accuracy"].keys() == {"max", "last"}
-        assert isinstance(told[1].summary["eval/train_s"], float), "it only grows"
-        rows = told[0].table("units")
-        assert rows == [list(row) for row in UNITS]
-        assert unit_of("train/exposed_s") == "s" and unit_of("memory.gradient_bytes") == "bytes"
 
-    def test_group_and_tags(self, told: list[Segment]) -> None:
-        for segment in told:
-            assert segment.run.run_group == "task=toy co2.tau=3,6"
-            assert set(segment.run.tags) == {"toy", "co2", "smoke", "table2", "tau_sweep"}
+def test_wandb_has_names_and_units(told: list[Segment]) -> None:
+    """Every metric has the axis `step` and a unit; the best loss is kept."""
+    logged = {name for row in told[1].rows for name in row}
+    names = {name for name in logged if name.startswith(("train/", "eval/"))}
+    assert {"train/exposed_s", "train/bytes", "eval/loss"} <= names
+    for name in names:
+        assert told[1].metric(name).step_metric == "step", name
+        assert unit_of(name), name
+    best = {name: told[1].summary[name] for name in ("eval/loss", "eval/accuracy")}
+    assert best["eval/loss"].keys() == {"min", "last"}
+    assert best["eval/accuracy"].keys() == {"max", "last"}
+    assert isinstance(told[1].summary["eval/train_s"], float), "it only grows"
+    rows = told[0].table("units")
+    assert rows == [list(row) for row in UNITS]
+    assert unit_of("train/exposed_s") == "s" and unit_of("memory.gradient_bytes") == "bytes"
 
-    def test_tables(self, stopped: Path, told: list[Segment]) -> None:
-        summary = json.loads((stopped / "summary.json").read_text())
-        scores = told[1].table("tables/evaluations")
-        assert [row[0] for row in scores] == [4, 8, 12, 16, 20]
-        assert scores[-1][1] == pytest.approx(summary["final"]["loss"])
-        ledger = {name: value for name, value, _ in told[1].table("tables/ledger")}
-        assert ledger["memory.extra_bytes"] == summary["memory"]["extra_bytes"] > 0
-        assert ledger["extra_model_copies"] == 3 and "bytes_per_step" in ledger
-        others = {name: (value, unit) for name, value, unit in told[1].table("tables/summary")}
-        assert others["exposed_s"] == (pytest.approx(summary["exposed_s"]), "s")
-        assert told[1].summary["final"]["loss"] == pytest.approx(summary["final"]["loss"])
+
+def test_wandb_has_a_group_and_tags(told: list[Segment]) -> None:
+    for segment in told:
+        assert segment.run.run_group == "task=toy co2.tau=3,6"
+        assert set(segment.run.tags) == {"toy", "co2", "smoke", "table2", "tau_sweep"}
+
+
+def test_wandb_has_tables(stopped: Path, told: list[Segment]) -> None:
+    final = summary(stopped)
+    scores = told[1].table("tables/evaluations")
+    assert [row[0] for row in scores] == [4, 8, 12, 16, 20]
+    assert scores[-1][1] == pytest.approx(final["final"]["loss"])
+    ledger = {name: value for name, value, _ in told[1].table("tables/ledger")}
+    assert ledger["memory.extra_bytes"] == final["memory"]["extra_bytes"] > 0
+    assert ledger["extra_model_copies"] == 3 and "bytes_per_step" in ledger
+    others = {name: (value, unit) for name, value, unit in told[1].table("tables/summary")}
+    assert others["exposed_s"] == (pytest.approx(final["exposed_s"]), "s")
+    assert told[1].summary["final"]["loss"] == pytest.approx(final["final"]["loss"])
 
 
 def test_a_segment_is_replaced(tmp_path: Path) -> None:
@@ -367,20 +364,14 @@ def test_a_segment_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "victim",
-    [
-        pytest.param(0, id="that writes"),
-        pytest.param(1, id="that does not", marks=pytest.mark.slow),
-    ],
+    "victim", [pytest.param(0, id="writes"), pytest.param(1, id="does not", marks=pytest.mark.slow)]
 )
 def test_a_worker_is_lost(tmp_path: Path, victim: int) -> None:
     """W&B is told who is gone, and has a table of it. Where the worker that writes is gone, the
     next one begins a segment of the same W&B run in place of the one that was cut off."""
     arguments = (*ELASTIC, SLOW, *words("co2"), "log.wandb=offline")
-    status, folder, text = disturbed(
-        tmp_path, *arguments, at=32, victims=(victim,), number=signal.SIGKILL
-    )
-    assert status == 0, text
+    lost = {"at": 32, "victims": (victim,), "number": signal.SIGKILL}
+    folder = disturbed(tmp_path, *arguments, **lost).folder
     assert_no_step_is_missing(folder)
     (whole,) = segments(folder)
     assert sorted(set(whole.steps)) == list(range(1, len(metrics(folder, "train")) + 1))
@@ -397,9 +388,7 @@ def test_a_worker_is_lost(tmp_path: Path, victim: int) -> None:
 @pytest.mark.parametrize(
     ("chosen", "variable", "made"),
     [
-        ("online", "disabled", "disabled"),
-        ("online", "offline", "offline"),
-        ("online", "online", "online"),
+        *(("online", variable, variable) for variable in ("disabled", "offline", "online")),
         ("offline", "online", "offline"),
     ],
 )
@@ -426,18 +415,13 @@ def test_its_process_ends_with_an_error(tmp_path: Path) -> None:
 
 
 def test_without_the_package_nothing_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def loss(*arguments: Any) -> Tensor:
-        raise AssertionError("it trains")
-
     monkeypatch.setattr("co2.record.tensorboard.find_spec", lambda name: None)
-    monkeypatch.setattr(Toy, "loss", loss)
+    monkeypatch.setattr(Toy, "loss", lambda *_: pytest.fail("it trains"))
     words = ["task=toy", *WORDS, *SINKS["console"], f"runs={tmp_path}"]
-    assert train.APP.main([*words, "log.tensorboard=true"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == (
-        "error: log.tensorboard=true: needs an extra: pip install -e '.[tensorboard]', or "
+    assert refused(train.APP.main, [*words, "log.tensorboard=true"]) == (
+        "log.tensorboard=true: needs an extra: pip install -e '.[tensorboard]', or "
         "'co2-suite[tensorboard]' outside a clone"
     )
     assert not list(tmp_path.iterdir())
@@ -446,56 +430,53 @@ def test_without_the_package_nothing_starts(
         configured(*WORDS, "log.tensorboard=true", runs=tmp_path)
 
 
-class TestSync:
-    @pytest.fixture
-    def runs(self, tmp_path: Path) -> Path:
-        """Four segments: one that is synced, one that is empty, one to sync, one under way."""
-        for name, content in (("synced", b"." * 9), ("empty", b"." * 7), ("new", b"." * 9)):
-            place = tmp_path / f"toy/co2/tau3/seed0/wandb/offline-run-{name}"
-            place.mkdir(parents=True)
-            (place / "run-a.wandb").write_bytes(content)
-        (tmp_path / "toy/co2/tau3/seed0/wandb/offline-run-synced/run-a.wandb.synced").touch()
-        under_way = tmp_path / "toy/co2/tau6/seed0/wandb"
-        (under_way / "offline-run-b").mkdir(parents=True)
-        (under_way / "offline-run-b/run-b.wandb").write_bytes(b"." * 9)
-        state = {"segments": [{"folder": "offline-run-b", "begun": 0, "ended": None}]}
-        (under_way / SEGMENTS).write_text(json.dumps(state))
-        return tmp_path
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Four segments: one that is synced, one that is empty, one to sync, one under way."""
+    for name, content in (("synced", b"." * 9), ("empty", b"." * 7), ("new", b"." * 9)):
+        place = tmp_path / f"toy/co2/tau3/seed0/wandb/offline-run-{name}"
+        place.mkdir(parents=True)
+        (place / "run-a.wandb").write_bytes(content)
+    (tmp_path / "toy/co2/tau3/seed0/wandb/offline-run-synced/run-a.wandb.synced").touch()
+    under_way = tmp_path / "toy/co2/tau6/seed0/wandb"
+    (under_way / "offline-run-b").mkdir(parents=True)
+    (under_way / "offline-run-b/run-b.wandb").write_bytes(b"." * 9)
+    state = {"segments": [{"folder": "offline-run-b", "begun": 0, "ended": None}]}
+    (under_way / SEGMENTS).write_text(json.dumps(state))
+    return tmp_path
 
-    def test_what_is_handed_over(
-        self, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-    ) -> None:
-        handed: list[str] = []
 
-        def run(words: list[str], **more: Any) -> Any:
-            handed[:] = [Path(word).parent.name for word in words if word.endswith(".wandb")]
-            Path(words[-1]).with_suffix(".wandb.synced").touch()
-            return type("Ended", (), {"returncode": 0})
+def test_what_is_handed_over_to_wandb(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    handed: list[str] = []
 
-        monkeypatch.setattr("co2.record.wandb_sync.subprocess.run", run)
-        assert wandb_sync.main([str(runs)]) == 0
-        assert handed == ["offline-run-new"]
-        said = capsys.readouterr().out
-        assert "1 runs are being trained or were cut off" in said and "1 of 1" in said
-        assert wandb_sync.main([str(runs)]) == 0
-        assert "nothing to sync" in capsys.readouterr().out
-        assert wandb_sync.main([str(runs), "--all"]) == 0
-        assert handed == ["offline-run-b"]
+    def run(words: list[str], **more: Any) -> Any:
+        handed[:] = [Path(word).parent.name for word in words if word.endswith(".wandb")]
+        Path(words[-1]).with_suffix(".wandb.synced").touch()
+        return type("Ended", (), {"returncode": 0})
 
-    def test_not_logged_in(
-        self,
-        stopped: Path,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capfd: pytest.CaptureFixture,
-    ) -> None:
-        """W&B's own command finds the run's files, and asks for nothing."""
-        for name in ("HOME", "NETRC"):
-            monkeypatch.setenv(name, str(tmp_path / name))
-        assert wandb_sync.main([str(stopped.parent)]) == 1
-        ended = capfd.readouterr()
-        assert "wandb login" in ended.out + ended.err
-        assert "0 of 2 segments are synced" in ended.out
+    monkeypatch.setattr("co2.record.wandb_sync.subprocess.run", run)
+    assert wandb_sync.main([str(runs)]) == 0
+    assert handed == ["offline-run-new"]
+    said = capsys.readouterr().out
+    assert "1 runs are being trained or were cut off" in said and "1 of 1" in said
+    assert wandb_sync.main([str(runs)]) == 0
+    assert "nothing to sync" in capsys.readouterr().out
+    assert wandb_sync.main([str(runs), "--all"]) == 0
+    assert handed == ["offline-run-b"]
+
+
+def test_not_logged_in_to_wandb(
+    stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """W&B's own command finds the run's files, and asks for nothing."""
+    for name in ("HOME", "NETRC"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    assert wandb_sync.main([str(stopped.parent)]) == 1
+    ended = capfd.readouterr()
+    assert "wandb login" in ended.out + ended.err
+    assert "0 of 2 segments are synced" in ended.out
 
 
 def test_units_name_each_thing_once() -> None:

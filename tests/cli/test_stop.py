@@ -6,6 +6,8 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -23,56 +25,51 @@ from co2.train import stop as stop_module
 from co2.train.stop import StopVote, voted
 from tests.cli.harness import (
     LIMIT_S,
-    LINGER_S,
     STORY,
+    Process,
     Run,
-    alive,
     assert_same_run,
     cli,
     configured,
     folder_of,
-    metrics,
+    interrupted,
+    last_step,
     saved_steps,
+    signalled,
     started,
+    trained,
     until,
+    until_all_have_ended,
     workers,
 )
 from tests.cli.test_disturbed import resumed_at
 from tests.grids import grid
-from tests.workers import Pool, WorkerError, replicas
+from tests.workers import Pool, WorkerError, everybody, replicas
 
 SLOW = "toy.delay_s=0.03"
-
-
-def last_step(folder: Path) -> int:
-    lines = metrics(folder)
-    return lines[-1]["step"] if lines else 0
+NOT_SAVED = "checkpoint.every=0"
+"""There are no other checkpoints than those of being told to stop."""
 
 
 def test_told_to_stop(tmp_path: Path, spawned: Run) -> None:
-    """SIGTERM, SIGUSR1 and SIGHUP to train.py; there are no other checkpoints than theirs."""
-    arguments, runs = (*STORY, SLOW, "checkpoint.every=0"), tmp_path / "runs"
-    folder, log = folder_of(*arguments, runs=runs), tmp_path / "log"
+    """SIGTERM, SIGUSR1 and SIGHUP to train.py."""
+    arguments, runs = (*STORY, SLOW, NOT_SAVED), tmp_path / "runs"
     saved: list[int] = []
     for number, step in ((signal.SIGTERM, 5), (signal.SIGUSR1, 20), (signal.SIGHUP, 35)):
-        with started(*arguments, runs=runs, log=log) as process:
-            trained = max([step, *(one + 1 for one in saved)])  # by this process
-            until(lambda s=trained: last_step(folder) >= s, process)
-            os.kill(process.pid, number)
-            assert process.wait(timeout=LIMIT_S) == PREEMPTED == 75
-        assert resumed_at(log.read_text()) == saved[-1:]
-        (newest,) = set(saved_steps(folder)) - set(saved)
+        when = trained(max([step, *(one + 1 for one in saved)]))  # by this process
+        told = {"when": when, "act": signalled(number), "status": PREEMPTED}
+        run = interrupted(*arguments, runs=runs, **told)
+        assert resumed_at(run.out) == saved[-1:]
+        (newest,) = set(saved_steps(run.folder)) - set(saved)
         assert step < newest < 60
-        assert last_step(folder) == newest, "nothing is trained that is not saved"
-        assert f"stopped and saved at step {newest};" in log.read_text()
-        assert "Traceback" not in log.read_text()
-        assert not (folder / "summary.json").exists()
+        assert last_step(run.folder) == newest, "nothing is trained that is not saved"
+        assert f"stopped and saved at step {newest};" in run.out and "Traceback" not in run.out
+        assert not (run.folder / "summary.json").exists()
         saved.append(newest)
     ended = cli(*arguments, runs=runs)
-    assert ended.status == 0, ended.err
     assert resumed_at(ended.out) == saved[-1:]
-    assert saved_steps(folder) == saved[-2:]
-    assert_same_run(folder, spawned.folder)
+    assert saved_steps(ended.folder) == saved[-2:]
+    assert_same_run(ended.folder, spawned.folder)
 
 
 @pytest.mark.parametrize("elastic", ["false", "true"])
@@ -81,43 +78,31 @@ def test_all_processes_are_told_to_stop(
     tmp_path: Path, number: signal.Signals, elastic: str
 ) -> None:
     """As timeout, systemd, scancel and a terminal do it: also those that load batches."""
-    arguments = (*STORY, SLOW, "checkpoint.every=0", "data.workers=2", f"launch.elastic={elastic}")
-    runs, log = tmp_path / "runs", tmp_path / "log"
-    folder = folder_of(*arguments, runs=runs)
-    with started(*arguments, runs=runs, log=log) as process:
-        until(lambda: last_step(folder) >= 5, process)
-        os.killpg(process.pid, number)
-        assert process.wait(timeout=LIMIT_S) == PREEMPTED
-    assert len(saved_steps(folder)) == 1 and "Traceback" not in log.read_text()
+    arguments = (*STORY, SLOW, NOT_SAVED, "data.workers=2", f"launch.elastic={elastic}")
+    told = {"act": lambda process: os.killpg(process.pid, number), "status": PREEMPTED}
+    run = interrupted(*arguments, runs=tmp_path / "runs", when=trained(5), **told)
+    assert len(saved_steps(run.folder)) == 1 and "Traceback" not in run.out
+
+
+LONG_ROUND = ("method=diloco", "diloco.tau=2000", "train.steps=4000", "train.eval_every=4000")
+LONG_ROUND += ("launch.workers=2", "log.every=1", "toy.delay_s=0.02", NOT_SAVED)
 
 
 def test_stopping_does_not_take_a_round(tmp_path: Path) -> None:
     """A machine that is taken away waits for minutes at most, and a round may last longer."""
-    arguments = (
-        *("method=diloco", "diloco.tau=200", "launch.workers=2", "train.steps=600", "log.every=1"),
-        *("checkpoint.every=0", "toy.delay_s=0.02"),
-    )
-    runs, log = tmp_path / "runs", tmp_path / "log"
-    folder = folder_of(*arguments, runs=runs)
-    with started(*arguments, runs=runs, log=log) as process:
-        until(lambda: last_step(folder) >= 5, process)
-        os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=LIMIT_S) == PREEMPTED
-    (newest,) = saved_steps(folder)
+    told = {"act": signalled(signal.SIGTERM), "status": PREEMPTED}
+    run = interrupted(*LONG_ROUND, runs=tmp_path / "runs", when=trained(5), **told)
+    (newest,) = saved_steps(run.folder)
     assert 5 <= newest < 200, "in the first round"
 
 
 def test_a_worker_that_does_not_answer(tmp_path: Path) -> None:
     """A run that is told to stop waits for it, and then says for how long."""
-    arguments = (
-        "method=co2",
-        "co2.tau=2000",
-        "launch.workers=2",
-        "train.steps=4000",
-        "log.every=1",
+    arguments, runs, log = (
+        (*LONG_ROUND, "checkpoint.grace_s=0"),
+        tmp_path / "runs",
+        tmp_path / "log",
     )
-    arguments += ("checkpoint.grace_s=0", "toy.delay_s=0.02", "train.eval_every=4000")
-    runs, log = tmp_path / "runs", tmp_path / "log"
     folder = folder_of(*arguments, runs=runs)
     with started(*arguments, runs=runs, log=log) as process:
         until(lambda: last_step(folder) >= 5, process)
@@ -125,17 +110,16 @@ def test_a_worker_that_does_not_answer(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGTERM)
         until(lambda: "error" in log.read_text(), process)
     (line,) = [line for line in log.read_text().splitlines() if "error" in line]
-    assert re.match(
-        "error: worker . has lost another worker: .* checkpoint.grace_s=0 seconds", line
-    )
+    says = "error: worker . has lost another worker: .* checkpoint.grace_s=0 seconds"
+    assert re.match(says, line)
 
 
 def test_put_aside_for_a_moment(tmp_path: Path) -> None:
     """Ctrl-Z and fg tell nobody to stop, and what is told afterwards is heard."""
-    arguments, runs, log = (*STORY, "toy.delay_s=0.1"), tmp_path / "runs", tmp_path / "log"
+    arguments, runs = (*STORY, "toy.delay_s=0.1"), tmp_path / "runs"
     folder = folder_of(*arguments, runs=runs)
-    with started(*arguments, runs=runs, log=log) as process:
-        until(lambda: last_step(folder) >= 1, process)
+
+    def put_aside(process: Process) -> None:
         for _ in range(3):
             os.kill(process.pid, signal.SIGSTOP)
             until(lambda: state(process.pid) == "T", process)
@@ -143,8 +127,9 @@ def test_put_aside_for_a_moment(tmp_path: Path) -> None:
             seen = last_step(folder)
             until(lambda s=seen: last_step(folder) > s, process)
         os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=LIMIT_S) == PREEMPTED
-    assert "Traceback" not in log.read_text()
+
+    told = {"act": put_aside, "status": PREEMPTED}
+    assert "Traceback" not in interrupted(*arguments, runs=runs, when=trained(1), **told).out
 
 
 def state(pid: int) -> str:
@@ -161,7 +146,7 @@ def test_told_before_there_are_workers(tmp_path: Path, monkeypatch: pytest.Monke
     with started(*arguments, runs=runs, log=log, interpreter=True) as process:
         until(lambda: catches(process.pid, signal.SIGTERM), process)
         os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=LIMIT_S) == PREEMPTED
+        assert process.wait(LIMIT_S) == PREEMPTED
     assert not (folder_of(*arguments, runs=runs) / "summary.json").exists()
 
 
@@ -182,25 +167,19 @@ def catches(pid: int, number: int) -> bool:
 
 def test_one_worker_is_killed(tmp_path: Path) -> None:
     """The others stop by themselves, and the status says what happened."""
-    runs, log = tmp_path / "runs", tmp_path / "log"
-    arguments = (*STORY, "toy.delay_s=0.1", "launch.workers=3")
-    folder = folder_of(*arguments, runs=runs)
-    with started(*arguments, runs=runs, log=log) as process:
-        until(lambda: last_step(folder) >= 3, process)
+
+    def kill(process: Process) -> None:
         os.kill(workers(process)[-1], signal.SIGKILL)
-        status = process.wait(timeout=LIMIT_S)
-        assert status == 128 + signal.SIGKILL
-        # Python's helper process ends when it sees that all whom it helped are gone.
-        deadline = time.monotonic() + LINGER_S
-        while alive(process.pid) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not alive(process.pid)
-    told = [line for line in log.read_text().splitlines() if "error" in line]
-    (line,) = told
+        process.wait(LIMIT_S)
+        until_all_have_ended(process)
+
+    told = {"when": trained(3), "act": kill, "status": 128 + signal.SIGKILL}
+    words = (*STORY, "toy.delay_s=0.1", "launch.workers=3")
+    run = interrupted(*words, runs=tmp_path / "runs", **told)
+    (line,) = [line for line in run.out.splitlines() if "error" in line]
     why = "(: another replica has gone .*|: it has ended)?"
     assert re.fullmatch(f"error: worker [012] has lost another worker{why}", line)
-    assert "Traceback" not in log.read_text()
-    assert not (folder / "summary.json").exists()
+    assert "Traceback" not in run.out and not (run.folder / "summary.json").exists()
 
 
 def loses_its_peer(rank: int, world: int, runs: str) -> int:
@@ -223,33 +202,37 @@ def test_who_has_lost_a_peer_waits_for_nothing(workers: Pool, tmp_path: Path) ->
         workers.run(loses_its_peer, 2, str(tmp_path))
 
 
-def vote(rank: int, world: int, told: dict[int, int], steps: int) -> tuple[int | None, bool]:
-    """The step after which this worker stops, where worker r is told in its step told[r]; and
-    whether the signal's former handler is back."""
-    before = signal.getsignal(signal.SIGUSR1)
-    store, stopped = dist.distributed_c10d._get_default_store(), None
-    shared = store.clone() if world > 1 else None
+@contextmanager
+def voting(rank: int, world: int, **more: float) -> Iterator[StopVote]:
+    """The vote of a worker, which looks often."""
     with (
         patch.object(stop_module, "LOOK_S", 0.001),
-        StopVote(shared, rank, lambda: range(world), [signal.SIGUSR1]) as stop,
+        StopVote(store().clone(), rank, lambda: range(world), [signal.SIGUSR1], **more) as stop,
     ):
-        for step in range(1, steps + 1):
-            if told.get(rank) == step:
-                os.kill(os.getpid(), signal.SIGUSR1)
-            if step < steps and stop(step):
-                stopped = step
-                break
-            if step < steps:
-                dist.barrier()
-    return stopped, signal.getsignal(signal.SIGUSR1) is before
+        yield stop
 
 
+def store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+@replicas()
 @pytest.mark.parametrize("told", [{0: 4}, {1: 4}, {0: 40, 1: 3, 2: 3}], ids=str)
 @pytest.mark.parametrize("world", [2, 3])
-def test_all_stop_after_the_same_step(workers: Pool, world: int, told: dict[int, int]) -> None:
-    ends = workers.run(vote, world, told, 100_000)
-    (step,) = {step for step, _ in ends}
-    assert step is not None and step >= min(told.values()) and all(back for _, back in ends)
+def test_all_stop_after_the_same_step(rank: int, world: int, told: dict[int, int]) -> None:
+    """Worker r is told in its step told[r]. Afterwards the signal's former handler is back."""
+    before = signal.getsignal(signal.SIGUSR1)
+    with voting(rank, world) as stop:
+        for step in range(1, 100_000):
+            if told.get(rank) == step:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if stop(step):
+                break
+            dist.barrier()
+        else:
+            pytest.fail("nobody has stopped")
+    assert set(everybody(step)) == {step} and step >= min(told.values())
+    assert signal.getsignal(signal.SIGUSR1) is before
 
 
 @replicas(2)
@@ -274,11 +257,8 @@ def test_a_later_run_of_the_same_workers_stops_too(rank: int, world: int) -> Non
 @replicas(2)
 def test_a_worker_ends_without_the_thread_that_answers(rank: int, world: int) -> None:
     """The others would wait for its answer, in an elastic run for ever."""
-    store = dist.distributed_c10d._get_default_store().clone()
-    with (
-        patch.object(StopVote, "_told", side_effect=KeyError("unexpected")),
-        StopVote(store, rank, lambda: range(world), [signal.SIGUSR1]) as stop,
-    ):
+    broken = patch.object(StopVote, "_told", side_effect=KeyError("unexpected"))
+    with broken, voting(rank, world) as stop:
         stop._thread.join()
         with pytest.raises(KeyError, match="unexpected"):
             stop(1)
@@ -298,20 +278,16 @@ AHEAD = 5
 def test_all_stop_after_the_step_of_the_one_that_is_furthest(rank: int, world: int) -> None:
     """Worker 1 is ahead, and waits in its step `AHEAD` for what worker 0 begins in that step.
     Worker 0 is told in its second. Nobody is left waiting."""
-    store = dist.distributed_c10d._get_default_store()
-    with (
-        patch.object(stop_module, "LOOK_S", 0.001),
-        StopVote(store.clone(), rank, lambda: range(world), [signal.SIGUSR1]) as stop,
-    ):
+    with voting(rank, world) as stop:
         for step in itertools.count(1):
             if rank == 0 and step == 1:
-                store.wait(["ahead"])
+                store().wait(["ahead"])
             if rank == 0 and step == 2:
                 os.kill(os.getpid(), signal.SIGUSR1)
                 while stop._answer is None:
                     time.sleep(0.001)
             if step == AHEAD:
-                store.set("ahead", "1")
+                store().set("ahead", "1")
             if step >= AHEAD:
                 dist.barrier()
             if stop(step):
@@ -319,46 +295,40 @@ def test_all_stop_after_the_step_of_the_one_that_is_furthest(rank: int, world: i
     assert step == AHEAD
 
 
-def vote_with_one_paused(rank: int, world: int, grace_s: float, paused_s: float) -> object:
-    """Worker 0 is told to stop; worker 1 answers after so many seconds on the clock of worker 0.
-    Returns the step after which each stops, or the error."""
-    store, now = dist.distributed_c10d._get_default_store().clone(), [0.0]
+@replicas(2)
+@pytest.mark.parametrize("paused_s", [59.0, 62.0])
+def test_a_paused_worker_is_waited_for_but_not_for_ever(
+    rank: int, world: int, paused_s: float
+) -> None:
+    """Worker 0 is told to stop; worker 1 answers after so many seconds on the clock of worker 0. To
+    give up loses all that was not saved."""
+    now = [0.0]
 
     def sleep(_: float) -> None:
         now[0] = min(now[0] + 1, paused_s)
         if now[0] == paused_s:
-            store.set("goes on", "1")
+            other.set("goes on", "1")
 
-    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: now[0])
+    clock, other = SimpleNamespace(sleep=sleep, monotonic=lambda: now[0]), store().clone()
     if rank == 1:
-        store.wait(["goes on"])
+        other.wait(["goes on"])
     with (
-        patch.object(stop_module, "LOOK_S", 0.001),
         patch.object(stop_module, "time", clock if rank == 0 else time),
-        StopVote(
-            store.clone(), rank, lambda: range(world), [signal.SIGUSR1], grace_s=grace_s
-        ) as stop,
+        voting(rank, world, grace_s=60.0) as stop,
     ):
         if rank == 0:
             os.kill(os.getpid(), signal.SIGUSR1)
         for step in itertools.count(1):
             while rank == 0 and stop._answer is None:
                 time.sleep(0.001)
+            found: int | str = step
             try:
                 if stop(step):
-                    return step
+                    break
             except WorkerLost as error:
-                store.set("goes on", "1")
-                return str(error)
-    raise AssertionError("it goes on until it stops")
-
-
-def test_a_paused_worker_is_waited_for(workers: Pool) -> None:
-    """As long as the machine is there: to give up loses all that was not saved."""
-    first, other = workers.run(vote_with_one_paused, 2, 60.0, 59.0)
-    assert first == other
-
-
-def test_a_paused_worker_is_not_waited_for_for_ever(workers: Pool) -> None:
-    found, _ = workers.run(vote_with_one_paused, 2, 60.0, 62.0)
-    assert found == "it has not said in checkpoint.grace_s=60 seconds after which step it can stop"
+                other.set("goes on", "1")
+                found = str(error)
+                break
+    gone = "it has not said in checkpoint.grace_s=60 seconds after which step it can stop"
+    first, second = everybody(found)
+    assert first == (second if paused_s < 60 else gone)

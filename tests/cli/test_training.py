@@ -3,7 +3,7 @@ workers, and optim.name=muon under every method."""
 
 import itertools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -24,12 +24,11 @@ from co2.config import Config, OptimConfig, Optimizer
 from co2.errors import ConfigError
 from co2.methods import METHODS
 from co2.randomness import seed_everything
-from co2.record.folder import run_folder, settings_digest, tag_from
+from co2.record.folder import settings_digest, tag_from
 from co2.start import placement
 from tasks import TASKS
 from tasks.shared.optimizer import make_optimizer
 from tests.cli.harness import (
-    Run,
     assert_same_run,
     assert_same_weights,
     cli,
@@ -59,6 +58,20 @@ NO_DECAY = ("cls_token", "pos_embed", "theta", "inner_bias", "outer_bias")
 """Ends of the names of parameters that have several dimensions and no weight decay."""
 
 
+@contextmanager
+def few_scenes() -> Iterator[None]:
+    """Setup: ADE20K's scenes are 20, not 512, for each of which UperNet takes its time."""
+    with patch("tasks.ade20k.scenes.Scenes.__len__", lambda scenes: 20):
+        yield
+
+
+def quick(task: str, root: Path, text: Path, place: Path) -> tuple[str, ...]:
+    """Overrides that make a few steps of the task quick; its own graph takes seconds to be made."""
+    own = (f"data.path={random_graph.write(place).folder}",) if task == "graph" else ()
+    return (*small(task, root, text), *own)
+
+
+@few_scenes()
 def plain_loop(rank: int, world: int, config: Config) -> tuple[list[float], float, float]:
     """Train all workers' shares in this process.
 
@@ -101,41 +114,22 @@ def plain_loop(rank: int, world: int, config: Config) -> tuple[list[float], floa
     return curve, ends[0] / len(seen), ends[1] / len(seen)
 
 
-def plain_on_few_scenes(rank: int, world: int, config: Config) -> tuple[list[float], float, float]:
-    with few_scenes():
-        return plain_loop(rank, world, config)
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_same_curve(workers: Pool, tmp_path: Path, root: Path, text: Path, task: str) -> None:
     steps, batch_size = SIZES.get(task, (12, 4))
     name, lr = ("sgd", 0.05) if task in SGD else ("adamw", 1e-3)
     arguments = (
-        *small(task, root, text),
-        "method=allreduce",
-        "log.every=1",
-        "log.wandb=disabled",
-        "checkpoint.every=0",
-        f"train.steps={steps}",
-        f"train.batch_size={batch_size}",
-        "train.eval_every=100",
-        f"train.clip_norm={CLIPS.get(task, 1.0)}",
-        f"train.accumulate={MICRO.get(task, 1)}",
-        f"optim.name={name}",
-        f"optim.lr={lr}",
-        "optim.nesterov=false",
-        f"optim.weight_decay={DECAY}",
-        "optim.schedule=poly",
-        "optim.power=1",
-        "optim.min_lr_ratio=0",
-        f"optim.warmup_steps={WARMUP}",
+        *(*quick(task, root, text, tmp_path / "graph"), "method=allreduce", "log.every=1"),
+        *("log.wandb=disabled", "checkpoint.every=0", "train.eval_every=100"),
+        *(f"train.steps={steps}", f"train.batch_size={batch_size}"),
+        *(f"train.clip_norm={CLIPS.get(task, 1.0)}", f"train.accumulate={MICRO.get(task, 1)}"),
+        *(f"optim.name={name}", f"optim.lr={lr}", "optim.nesterov=false"),
+        *(f"optim.weight_decay={DECAY}", f"optim.warmup_steps={WARMUP}"),
+        *("optim.schedule=poly", "optim.power=1", "optim.min_lr_ratio=0"),
     )
-    if task == "graph":  # its own takes seconds to be made
-        arguments = (*arguments, f"data.path={random_graph.write(tmp_path / 'graph').folder}")
     config = configured(*arguments, runs=tmp_path / "runs")
-    [(expected, untrained, trained)] = workers.run(plain_on_few_scenes, 1, config)
+    [(expected, untrained, trained)] = workers.run(plain_loop, 1, config)
     run = pooled(workers, WORKERS, *arguments, runs=tmp_path / "runs", setup=few_scenes)
-    assert run.status == 0, run.err
     curve = [line["loss"] for line in metrics(run.folder, "train")]
     assert curve == pytest.approx(expected, rel=1e-5)
     assert trained < untrained
@@ -148,29 +142,21 @@ SHAPES = ((1, 8), (2, 8), (4, 8), (1, 4), (2, 16))
 def test_the_number_of_workers_changes_no_loss(workers: Pool, tmp_path: Path) -> None:
     """Over four epochs, of which 4 of 100 samples are left out each time."""
 
-    def train(world: int, batch: int) -> Run:
-        return pooled(
-            workers,
-            world,
-            "method=allreduce",
-            *("train.global_batch=32", f"train.batch_size={batch}", "toy.samples=100"),
-            *("train.steps=12", "train.eval_every=1"),
-            runs=tmp_path / f"{world}-{batch}",
-            setup=without_batch_norm,
-        )
-
-    runs = {shape: train(*shape).folder for shape in SHAPES}
+    words = ("method=allreduce", "train.global_batch=32", "toy.samples=100", "train.steps=12")
+    runs = {}
+    for world, batch in SHAPES:
+        given = {"runs": tmp_path / f"{world}-{batch}", "setup": without_batch_norm}
+        more = ("train.eval_every=1", f"train.batch_size={batch}")
+        runs[world, batch] = pooled(workers, world, *words, *more, **given).folder
     told = {shape: metrics(folder, "eval") for shape, folder in runs.items()}
     losses = {shape: [line["loss"] for line in lines] for shape, lines in told.items()}
     first, *others = SHAPES
     assert len(losses[first]) == 12 and len(set(losses[first])) == 12
     for shape in others:
         assert losses[shape] == pytest.approx(losses[first], abs=1e-6), shape
-        for name, value in weights(runs[first]).items():
-            torch.testing.assert_close(weights(runs[shape])[name], value, rtol=1e-5, atol=1e-6)
-    kept = [
-        yaml.safe_load((folder / "config.yaml").read_text())["train"] for folder in runs.values()
-    ]
+        expected = weights(runs[first])
+        torch.testing.assert_close(weights(runs[shape]), expected, rtol=1e-5, atol=1e-6)
+    kept = [yaml.safe_load((runs[one] / "config.yaml").read_text())["train"] for one in SHAPES]
     assert [one["accumulate"] for one in kept] == [4, 2, 1, 8, 1]
     assert {one["global_batch"] for one in kept} == {32}
 
@@ -206,9 +192,8 @@ def test_workers_that_share_a_replica_draw_their_own(tmp_path: Path) -> None:
     assert configured(*words, "train.batch_size=4", runs=tmp_path).train.accumulate == 4
 
 
-def test_the_workers_of_torchrun_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "4")):
-        monkeypatch.setenv(name, value)
+def test_the_workers_of_torchrun_count(tmp_path: Path, variables: Callable) -> None:
+    variables(RANK="0", WORLD_SIZE="8", LOCAL_WORLD_SIZE="4")
     config = configured("train.global_batch=64", "train.batch_size=2", runs=tmp_path)
     assert config.train.accumulate == 4 and "workers8" in config.tag
     with pytest.raises(ConfigError, match=r"train\.global_batch=60: .* 16 samples that 8 workers"):
@@ -220,7 +205,7 @@ def test_a_run_goes_on_with_its_global_batch(workers: Pool, tmp_path: Path) -> N
     runs = tmp_path / "runs"
     words = ("tag=one", "method=co2", "co2.tau=2", "train.steps=4", "train.batch_size=8")
     whole = "train.global_batch=48"
-    assert pooled(workers, 3, *words, whole, runs=runs).status == 0
+    pooled(workers, 3, *words, whole, runs=runs)
     digests = set()
     for number, micro in ((2, 3), (3, 2), (4, 2), (8, 1)):
         more = ("launch.elastic=true", f"launch.workers={number}")
@@ -234,16 +219,14 @@ def test_a_run_goes_on_with_its_global_batch(workers: Pool, tmp_path: Path) -> N
 
 
 def test_workers_where_none_are_named(tmp_path: Path) -> None:
-    with patch("torch.cuda.device_count", lambda: 4):
-        assert placement.workers_here() == 4
-    with patch("torch.cuda.device_count", lambda: 0):
-        assert placement.workers_here() == 2
+    for gpus, number in ((4, 4), (0, 2)):
+        with patch("torch.cuda.device_count", lambda gpus=gpus: gpus):
+            assert placement.workers_here() == number
     with patch("co2.start.placement.workers_here", lambda: 4):
         config = configured("launch.workers=null", "train.global_batch=128", runs=tmp_path)
     assert config.launch.workers == 4 and config.train.accumulate == 2
-    assert (
-        config.tag == configured("launch.workers=4", "train.global_batch=128", runs=tmp_path).tag
-    ), "the same run"
+    same = configured("launch.workers=4", "train.global_batch=128", runs=tmp_path)
+    assert config.tag == same.tag, "the same run"
     assert tag_from((), 4, None, "co2") == "workers4"
 
 
@@ -254,7 +237,6 @@ MUON = ("optim.name=muon", "optim.lr=0.02")
 def test_muon_learns(workers: Pool, tmp_path: Path, method: str) -> None:
     words = (f"method={method}", *overrides(method), *MUON)
     run = pooled(workers, 2, *words, runs=tmp_path)
-    assert run.status == 0, run.err
     *_, last = metrics(run.folder, "eval")
     assert last["accuracy"] > 0.65  # to name the most frequent class gives 0.36
 
@@ -262,11 +244,11 @@ def test_muon_learns(workers: Pool, tmp_path: Path, method: str) -> None:
 def test_a_replica_shares_its_state(workers: Pool, tmp_path: Path) -> None:
     """ZeRO-1 gives whole matrices to one worker or another: the bits of ddp."""
     words = ("method=diloco", "diloco.tau=3", *MUON, "train.steps=16", "mesh.replica_size=2")
-    runs = [
-        pooled(workers, 4, *words, f"mesh.strategy={strategy}", runs=tmp_path / strategy)
+    runs = (
+        pooled(workers, 4, *words, f"mesh.strategy={strategy}", runs=tmp_path / strategy).folder
         for strategy in ("ddp", "zero1")
-    ]
-    assert_same_weights(*(run.folder for run in runs))
+    )
+    assert_same_weights(*runs)
 
 
 class Inclined(nn.Module):
@@ -316,21 +298,13 @@ def test_composes(place: tuple[str, str], method: str) -> None:
     """Every task at every scale, and every method: no file of `conf` depends on both."""
     task, scale = place
     choice = [f"task={task}", f"method={method}", f"scale={scale}", "launch.workers=2"]
-    with initialize_config_dir(config_dir=str(train.APP.conf), version_base="1.3"):
-        values, _ = with_tuned(
-            train.APP.conf, plain(compose("config", choice)), choice, train.APP.methods
-        )
+    conf = train.APP.conf
+    with initialize_config_dir(config_dir=str(conf), version_base="1.3"):
+        values, _ = with_tuned(conf, plain(compose("config", choice)), choice, train.APP.methods)
     config = typed(values, METHODS, TASKS)
     assert (config.task, config.method, config.scale) == (task, method, scale)
     made = train.APP.make_task(config)
     assert made.units_per_sample >= 1 and made.unit in ("tokens", "samples")
-
-
-@contextmanager
-def few_scenes() -> Iterator[None]:
-    """Setup: ADE20K's scenes are 20, not 512, for each of which UperNet takes its time."""
-    with patch("tasks.ade20k.scenes.Scenes.__len__", lambda scenes: 20):
-        yield
 
 
 OF_A_TASK = ("resnet50", "ade20k", "shapenet", "gpt2", "roberta", "glue", "graph")
@@ -345,21 +319,18 @@ def test_goes_on_exactly(workers: Pool, tmp_path: Path, root: Path, text: Path, 
     Under CO2 alone: tests/cli/test_disturbed.py has every method.
     """
     arguments = (
-        *small(task, root, text),
+        *quick(task, root, text, tmp_path / "graph"),
         *("method=co2", "co2.tau=2", "train.steps=7", "train.batch_size=4", "train.eval_every=3"),
         *("checkpoint.every=3", "checkpoint.keep=3", "log.every=1"),
     )
-    if task == "graph":  # its own takes seconds to be made
-        arguments = (*arguments, f"data.path={random_graph.write(tmp_path / 'graph').folder}")
     whole = pooled(workers, 2, *arguments, runs=tmp_path / "whole", setup=few_scenes)
-    assert whole.status == 0, whole.err
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    (summary,) = (tmp_path / "cut").rglob("summary.json")
-    summary.unlink()
+    cut = tmp_path / "cut" / whole.folder.relative_to(tmp_path / "whole")
+    (cut / "summary.json").unlink()
     for step in (6, 7):
-        shutil.rmtree(summary.parent / "checkpoints" / f"step_{step}")
+        shutil.rmtree(cut / "checkpoints" / f"step_{step}")
     again = pooled(workers, 2, *arguments, runs=tmp_path / "cut", setup=few_scenes)
-    assert again.status == 0 and "resumed at step 3 of 7" in again.out
+    assert "resumed at step 3 of 7" in again.out
     assert_same_run(whole.folder, again.folder)
 
 
@@ -367,10 +338,8 @@ def test_loading_ahead_changes_nothing(tmp_path: Path) -> None:
     """Processes that make batches change neither weights nor figures; and they end with the run."""
     arguments = ("task=resnet50", "launch.workers=1", "train.steps=6", "train.batch_size=4")
     arguments += ("log.every=1", "co2.tau=2")
-    folders = []
-    for ahead in (0, 1):
-        runs = tmp_path / str(ahead)
-        run = cli(*arguments, f"data.workers={ahead}", runs=runs)
-        assert run.status == 0, run.err
-        folders.append(run_folder(configured(*arguments, runs=runs)))
+    folders = [
+        cli(*arguments, f"data.workers={ahead}", runs=tmp_path / str(ahead)).folder
+        for ahead in (0, 1)
+    ]
     assert_same_run(*folders)

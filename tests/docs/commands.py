@@ -99,11 +99,7 @@ def trains(arguments: list[str], world: int | None = None) -> list[Config]:
     # Whether an extra is installed here says nothing about the page.
     with patch.dict(os.environ, place if world else {}), patch.object(peers, "find_spec", str):
         try:
-            preflight(
-                train.APP.conf,
-                arguments,
-                lambda *job: runs.append(train.APP.validate(*job)),
-            )
+            preflight(train.APP.conf, arguments, lambda *job: runs.append(train.APP.validate(*job)))
         except ConfigError as error:
             if "pip install" in str(error):
                 raise NotInstalled(str(error)) from None
@@ -150,15 +146,20 @@ def sbatch(arguments: list[str]) -> None:
     trains(arguments[at + 1 :], tasks)
 
 
-def make(arguments: list[str]) -> None:
-    """The targets are there, and what they run of ours is as good as if a page had it."""
+def dry_run(*arguments: str) -> list[str]:
+    """The lines that `make` would run."""
     outer = re.compile("MAKE|ARGS$")  # of a make that runs these tests
     env = {name: value for name, value in os.environ.items() if not outer.match(name)}
     words = ["make", "--dry-run", "--no-print-directory", *arguments]
     ended = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
+
+
+def make(arguments: list[str]) -> None:
+    """The targets are there, and what they run of ours is as good as if a page had it."""
     ours = re.compile(rf"\.venv/bin/python (train\.py|-m ({'|'.join(OURS)})\b)")
-    for line in re.split(r"[;&|\n\\]+", ended.stdout):
+    for line in re.split(r"[;&|\n\\]+", "\n".join(dry_run(*arguments))):
         if ours.match(line.strip()):
             check(line)
 

@@ -4,9 +4,7 @@ The commands are parsed, composed and checked, as tests/docs/commands.py says, a
 """
 
 import ast
-import os
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from co2.errors import ConfigError
 from recipes.tables import layout
 from tests.cli.harness import ROOT
 from tests.docs import pages
-from tests.docs.commands import PROGRAMS, NotInstalled, check
+from tests.docs.commands import PROGRAMS, NotInstalled, check, dry_run
 from tests.docs.pages import PAGES
 from tests.grids import nonempty
 
@@ -182,17 +180,9 @@ def test_the_experiment_of_the_page(tmp_path: Path) -> None:
     assert "recipes run outer" in table.page()
 
 
-def planned(*arguments: str) -> list[str]:
-    """The lines that `make` would run."""
-    words = ["make", "--dry-run", "--no-print-directory", *arguments]
-    env = {key: value for key, value in os.environ.items() if not re.search("MAKE|^ARGS$", key)}
-    ended = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    return ended.stdout.splitlines()
-
-
 def test_a_table_is_collected_and_rendered_unless_its_run_is_dry() -> None:
     run = ".venv/bin/python -m recipes run table2"
-    assert planned("table2", "ARGS=--seeds 0 --dry-run")[-1] == f"{run} --seeds 0 --dry-run"
-    *_, first, last = planned("table2", "ARGS=--seeds 0")
+    assert dry_run("table2", "ARGS=--seeds 0 --dry-run")[-1] == f"{run} --seeds 0 --dry-run"
+    *_, first, last = dry_run("table2", "ARGS=--seeds 0")
     assert first.startswith(f"{run} --seeds 0;")
     assert "recipes collect table2" in last and "recipes render table2" in last

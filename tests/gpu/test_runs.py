@@ -267,8 +267,7 @@ def test_those_that_are_left_go_on(tmp_path: Path, more: tuple[str, ...], restar
         *("launch.elastic=true", "launch.silent_s=20", "launch.backend=auto", "toy.delay_s=0.02"),
         *(*words("co2"), "launch.workers=2", f"launch.restarts={restarts}", *more),
     )
-    status, folder, said = disturbed(tmp_path, *given, at=32, victims=(1,), number=signal.SIGKILL)
-    assert status == 0, said
+    folder = disturbed(tmp_path, *given, at=32, victims=(1,), number=signal.SIGKILL).folder
     assert_no_step_is_missing(folder)
     assert len(changes(folder)[-1]["members"]) == 1 + restarts
     assert_was_on("cuda", folder)

@@ -29,6 +29,7 @@ from tests.cli.harness import (
     command,
     folder_of,
     folders,
+    last_step,
     metrics,
     saved_steps,
     story,
@@ -61,7 +62,7 @@ def train(slurm: Slurm, tmp_path: Path) -> Callable[..., tuple[Job, Path]]:
 
 def trains(folder: Path, steps: int = 5) -> Callable[[], bool]:
     """Whether a run has come so far."""
-    return lambda: bool(metrics(folder)) and metrics(folder)[-1]["step"] >= steps
+    return lambda: last_step(folder) >= steps
 
 
 def put_back(job: Job, folder: Path, restarts: int) -> int:
@@ -69,7 +70,7 @@ def put_back(job: Job, folder: Path, restarts: int) -> int:
     job.until(lambda: job.waits_for_start(restarts))
     assert not (folder / "summary.json").exists()
     step = saved_steps(folder)[-1]
-    assert step < 60 and metrics(folder)[-1]["step"] == step, "nothing is trained and not saved"
+    assert step < 60 and last_step(folder) == step, "nothing is trained and not saved"
     assert job.said.count("put back into the queue") == restarts
     return step
 
@@ -179,7 +180,7 @@ def test_sweep(slurm: Slurm, tmp_path: Path) -> None:
     told.cancel()
     assert cancelled.end() == "CANCELLED" and "put back" not in cancelled.said
     (step,) = saved_steps(places[2])
-    assert metrics(places[2])[-1]["step"] == step
+    assert last_step(places[2]) == step
     assert whole.end() == "COMPLETED"
     assert [job.shown["Restarts"] for job in jobs] == ["0", "1", "0", "0"]
     assert [(place / "summary.json").exists() for place in places] == [True, False, False]
