@@ -47,7 +47,10 @@ POINTS = {
     "mIoU": ("table1", "ADE20K"),
 }
 """Recipe and column of scores, of which points are shown."""
-FIRST_ROWS = ("AllReduce", "Local SGD", "Overlap-Local-SGD", STEADY_GAP.name, "CO2, kept progress")
+FIRST_ROWS = (
+    *("AllReduce", "Local SGD", "Overlap-Local-SGD", STEADY_GAP.name, "CO2, kept progress"),
+    rounds.TWELVE.name,
+)
 NET_TIMES = (1, 2, 4, 8)
 """Of the diagonals."""
 
