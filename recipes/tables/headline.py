@@ -94,11 +94,8 @@ def _of(ours: Rows, recipe: str) -> Rows:
 
 
 def _shares(ours: Rows) -> dict[tuple[str, str], shares.Share]:
-    """table3's, over all its repeats; of methods that it has not, those of `fragments` and
-    `field`."""
-    found: dict[tuple[str, str], shares.Share] = {}
-    for name in ("fragments", "table3"):
-        found |= shares.shares(RECIPES[name], _of(ours, name), "2 workers")
+    """table3's, over all its repeats; of methods that it has not, those of `field`."""
+    found = shares.shares(RECIPES["table3"], _of(ours, "table3"), "2 workers")
     values = by_seed(_of(ours, "field"))
     for row in (row for row in ROWS if row not in rounds.FRAGMENTS):  # which `field` sends whole
         for link in LINKS:
@@ -159,7 +156,7 @@ def table(ours: Rows, scale: str) -> Table:
     """A line for each method; without lines where nothing has run."""
     rows = [row for row in ROWS if any(line["row"] == row.name for line in ours)]
     found, steps = dots(ours), rounds.ratios(_of(ours, "rounds"))
-    waits = _entries(ours, "fragments", scale) | _entries(ours, "table3", scale)
+    waits = _entries(ours, "table3", scale)
     race = _entries(ours, "time_to_loss", scale)
     settings = {line["row"]: line["command"] for line in _of(ours, "time_to_loss")}
     scores = {
