@@ -163,7 +163,7 @@ _STYLE = (
 )
 _TIP = (
     '<marker id="tip" orient="auto" refX="4" refY="3" markerWidth="6" markerHeight="6">'
-    '<path class="line" d="M0 .5L4 3L0 5.5"/></marker>'
+    '<path class="line" d="M0 0.5L4 3L0 5.5"/></marker>'
 )
 """The head of an arrow."""
 

@@ -16,7 +16,7 @@ trainings, so no method is shown to be equivalent to the limit. Quote this share
 has the first three of these repeats, results/lab/table.md two of a day with a faster processor.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -107,8 +107,8 @@ def _panel(ours: Rows, path: Path) -> None:
             axis.set_ylabel("tokens/s of all workers")
 
 
-def columns() -> Iterator[LabColumn]:
-    """Throughput on every kind of link, then the time spent waiting.
+def on_links(rates: Sequence[str], without: Sequence[str] = ()) -> Iterator[LabColumn]:
+    """Throughput on every kind of link, then the time spent waiting. Rows `without` have neither.
 
     Waiting is of worker 0 in the same trainings. It changes less from one to the next than
     throughput, which follows the speed of the processor.
@@ -121,9 +121,9 @@ def columns() -> Iterator[LabColumn]:
             digits=0,
             curve=False,
             part=PART,
-            without=tuple(row.name for row in LONG),
+            without=tuple(without),
         )
-        for rate in RATES
+        for rate in rates
     ]
     yield from throughput
     part = f"{PART}, waiting for communication %"
@@ -188,7 +188,10 @@ RECIPE = Recipe(
     "step, all methods in turn by the workers of one job: two rounds of warm-up, then two that are "
     "timed. The paper measured other networks, which the simulated table has.",
     rows=(*METHODS, *LONG, AUTO, LIMIT),
-    columns=(*columns(), *at_scale(AT_SCALE, MODEL, scaling.GPUS)),
+    columns=(
+        *on_links(RATES, [row.name for row in LONG]),
+        *at_scale(AT_SCALE, MODEL, scaling.GPUS),
+    ),
     seeds=(0, 1, 2, 3, 4),
     scales=("smoke", "paper"),
     draw=draw,

@@ -8,47 +8,16 @@ the time where the whole one hides. What they save in steps is in recipe rounds.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from co2.record.table import Table
+from recipes.paper.table3 import on_links
 from recipes.recipe import Recipe, Rows
-from recipes.runs.laboratory import LabColumn
 from recipes.studies.rounds import CO2, CO2_KEEP, FRAGMENTS, LOCAL_SGD
 from recipes.tables import shares
 from recipes.tables.methods import LIMIT
 
-PART = "2 workers"
-RATES = ("20", "30")
 SEEDS = (5, 6, 7)
 """Of repeats that table3 does not have, so that all rows are of the same hours."""
-
-
-def columns() -> Iterator[LabColumn]:
-    """Throughput on each kind of link, then the time spent waiting."""
-    throughput = [
-        LabColumn(
-            f"{PART}, {rate} Mbit/s",
-            ("--workers=2", f"--mbit={rate}"),
-            "throughput",
-            digits=0,
-            curve=False,
-            part=PART,
-        )
-        for rate in RATES
-    ]
-    yield from throughput
-    part = f"{PART}, waiting for communication %"
-    for column in throughput:
-        yield replace(
-            column,
-            name=f"{part}, {column.head}",
-            metric="exposed_share",
-            lower=True,
-            factor=100,
-            digits=1,
-            without=(LIMIT.name,),
-            part=part,
-        )
 
 
 def tables(ours: Rows, _: Rows) -> Iterator[Table]:
@@ -64,7 +33,7 @@ RECIPE = Recipe(
     "τ = 12, and of 30, where it takes two thirds of one. Repeats stand in for seeds; each has "
     "every method before the next begins.",
     rows=(LOCAL_SGD, CO2, CO2_KEEP, *FRAGMENTS, LIMIT),
-    columns=tuple(columns()),
+    columns=tuple(on_links(("20", "30"))),
     seeds=SEEDS,
     scales=("smoke",),
     beside=tables,

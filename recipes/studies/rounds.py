@@ -2,7 +2,7 @@
 
     python -m recipes run rounds                           its trials, then what won in them
 
-Cost: 123 trials of 6 to 70 seconds and 138 runs of 6 seconds (25 rounds) to 4 minutes (1,000) on 2
+Cost: 119 trials of 6 to 70 seconds and 141 runs of 6 seconds (25 rounds) to 4 minutes (1,000) on 2
 cores, four hours. 18 further runs of AllReduce, of 50 to 2,000 rounds, train for
 48,600 steps with each of three seeds: an hour to an hour and a half.
 Found (results/tables/rounds.md): CO2 with its steady gap comes nearer to AllReduce with more
@@ -379,9 +379,9 @@ RECIPE = TunedRecipe(
     title="Gap to AllReduce against rounds",
     text=f"GPT-2, two workers, τ = {TAU}, validation loss as trained; every method at the best of "
     "four learning rates, DiLoCo of five, NoLoCo, SPARTA, MT-DAO and DeMo of three, for each "
-    "number of rounds (rounds_trials), for 200 and "
-    "400 or more rounds at that of 300, with conf's outer settings; in fragments with those of a "
-    "simulation, Streaming DiLoCo at the best of two outer settings with each rate. "
+    "number of rounds (rounds_trials), for 200 and 400 or more rounds at that of 300, with conf's "
+    "outer settings; in fragments with those of a simulation, Streaming DiLoCo at the best of two "
+    "outer settings with each rate. "
     f"The warm-up takes {WARM_UP:.0%} of the steps.",
     rows=ROWS,
     columns=tuple(column(rounds) for rounds in dict.fromkeys((*ROUNDS, *CURVE))),

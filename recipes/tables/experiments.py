@@ -14,20 +14,21 @@ def table(ours: Rows, scale: str) -> Table:
     """A line for each recipe of this scale whose runs are no trials of another's."""
     known = [recipe for recipe in RECIPES.values() if scale in recipe.scales]
     trials = {f"{recipe.name}_trials" for recipe in known}
-    lines, count, old, changed = [], 0, 0, 0
+    lines, every = [], []
     for recipe in known:
         if recipe.name in trials:
             continue
         places = {(row.name, column.name) for row, column in recipe.places(scale)}
         own = [line for line in ours if line["recipe"] == recipe.name]
         values = [line for line in own if (line["row"], line["column"]) in places]
-        count, old = count + len(values), old + sum(not line["fingerprint"] for line in values)
-        changed += sum(line["commit"].endswith("-dirty") for line in values)
+        every += values
         link = f"[{recipe.name}](../results/tables/{recipe.name}.md)"
         lines.append((link, recipe.title, f"{len(values):,}", _missing(recipe, values, scale)))
+    old = sum(not line["fingerprint"] for line in every)
+    changed = sum(line["commit"].endswith("-dirty") for line in every)
     text = (
-        f"Values are of all seeds, rows and columns; {old:,} of {count:,} have no fingerprint, "
-        "because their runs are from before fingerprints were recorded, and "
+        f"Values are of all seeds, rows and columns; {old:,} of {len(every):,} have no "
+        "fingerprint, because their runs are from before fingerprints were recorded, and "
         f"{changed:,} are from code with changes that were not committed."
     )
     head = ("recipe", "about", "values", "not run yet")

@@ -35,8 +35,11 @@ STEPS, NET_TIME, POINTS_MORE = "steps, {:,} rounds", "net time, {}", "{}, points
 RACE = f"time to the loss, {SLOWEST}, best wire and τ"
 RACE_COLUMN = "ratio to AllReduce's seconds"
 FIRST_COLUMNS = (
-    *("method", WAITS, STEPS.format(BUDGET), STEPS.format(BUDGETS[-1])),
-    *(*map(NET_TIME.format, LINKS), RACE),
+    "method",
+    WAITS,
+    *map(STEPS.format, BUDGETS[1:]),
+    *map(NET_TIME.format, LINKS),
+    RACE,
     POINTS_MORE.format("ViT"),
 )
 ALLREDUCE = METHODS[0].name
@@ -48,7 +51,11 @@ POINTS = {
 }
 """Recipe and column of scores, of which points are shown."""
 FIRST_ROWS = (
-    *("AllReduce", "Local SGD", "Overlap-Local-SGD", STEADY_GAP.name, "CO2, kept progress"),
+    "AllReduce",
+    "Local SGD",
+    "Overlap-Local-SGD",
+    STEADY_GAP.name,
+    "CO2, kept progress",
     rounds.TWELVE.name,
 )
 NET_TIMES = (1, 2, 4, 8)
@@ -97,7 +104,7 @@ def _shares(ours: Rows) -> dict[tuple[str, str], shares.Share]:
     """table3's, over all its repeats; of methods that it has not, those of `field`."""
     found = shares.shares(RECIPES["table3"], _of(ours, "table3"), "2 workers")
     values = by_seed(_of(ours, "field"))
-    for row in (row for row in ROWS if row not in rounds.FRAGMENTS):  # which `field` sends whole
+    for row in (row for row in ROWS if len(row.overrides) == 1):  # `field` has no others
         for link in LINKS:
             key = row.overrides[0].removeprefix("method=")
             own = values.get((key, field.share("gpt2", link.partition(" ")[0])))

@@ -469,12 +469,12 @@ RATES: list[tuple[dict[str, Any], int, dict[int, float]]] = [
         10,
         {0: 0.5, 1: 1, 2: 1, 6: 0.2 + 0.8 * 0.25, 10: 0.2},
     ),
-    (  # 0/1 Adam's recipe for BERT, with its first stairs: × .99 every 520 steps.
+    (  # 0/1 Adam's recipe for BERT, with its first stairs: × 0.99 every 520 steps.
         {"schedule": "exponential", "warmup_steps": 12500, "decay_rate": 0.99, "decay_every": 520},
         100_000,
         {0: 1 / 12500, 12499: 1, 12500: 1, 13019: 1, 13020: 0.99, 13539: 0.99, 13540: 0.9801},
     ),
-    (  # 0/1 Adam's recipe for ImageNet: × .1 at two milestones.
+    (  # 0/1 Adam's recipe for ImageNet: × 0.1 at two milestones.
         {"schedule": "step", "milestones": (30, 60), "warmup_steps": 2},
         90,
         {0: 0.5, 1: 1, 29: 1, 30: 0.1, 59: 0.1, 60: 0.01, 89: 0.01},

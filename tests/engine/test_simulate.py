@@ -291,6 +291,23 @@ def test_jitter_has_the_mean_and_the_spread_asked_for():
     assert Noise(slow_share=0.01).num_slow(250) == 3
 
 
+@pytest.mark.parametrize("method", SIMULATED)
+def test_better_networks_and_longer_rounds_never_hurt(method):
+    for noise in (Noise(), Noise(jitter=0.2, slow_count=1, slowdown=1.2)):
+        slower = [
+            run(method, network=Network(Link(rate, 1e-3)), noise=noise).throughput
+            for rate in (1e5, 1e6, 1e7, 1e8, 1e12)
+        ]
+        assert slower == sorted(slower)
+        late = [
+            run(method, network=Network(Link(1e9, latency)), noise=noise).throughput
+            for latency in (10, 1, 0.1, 0)
+        ]
+        assert late == sorted(late)
+    by_tau = [run(method, tau=tau, steps=48).throughput for tau in (1, 2, 4, 12, 24)]
+    assert all(b >= a * (1 - 1e-12) for a, b in itertools.pairwise(by_tau))
+
+
 def test_the_scaling_ratio_is_the_papers():
     assert scaling_ratio(22_810, 128, 3_488, 16) == pytest.approx(22_810 / (8 * 3_488))
     assert round(scaling_ratio(22_810, 128, 3_488, 16), 2) == 0.82
