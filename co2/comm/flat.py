@@ -42,6 +42,10 @@ class FlatParams:
         optimizer: holds the parameters.
         keep: where vectors lie: beside the parameters, or in the host's memory.
         only: the parameters to take; None for all.
+        part: (number, P), to take this one of P parts of near equal length into which the vector
+            is cut, between rows, the slices along a tensor's first axis; a row belongs to the part
+            where it begins. What concerns whole parameters is then of no use: gradients,
+            `total_numel`, `chunks_of` others. None: all of it.
         mesh: the workers; needed by `total` if they hold parts of parameters.
     Raises:
         ValueError: no parameter requires a gradient.
@@ -53,6 +57,7 @@ class FlatParams:
         keep: CommDevice = CommDevice.auto,
         only: Iterable[Tensor] | None = None,
         mesh: Mesh | None = None,
+        part: tuple[int, int] | None = None,
     ) -> None:
         wanted = None if only is None else set(map(id, only))
         taken: dict[int, tuple[Tensor, int]] = {}
@@ -67,19 +72,21 @@ class FlatParams:
         self.group_of = [index for _, index in taken.values()]
         wholes = [owner.detach() for owner in self.owners]
         self.params = [local(whole) for whole in wholes]
-        self.numel = sum(param.numel() for param in self.params)
-        """Elements on this worker; `total_numel` counts those of the whole replica."""
         parts = list(map(num_parts, self.owners))
         self.total_numel = sum(w.numel() * of for w, of in zip(wholes, parts, strict=True))
+        """Elements of the whole replica; `numel` counts those on this worker."""
         cuts = [of * _cuts(whole) for whole, of in zip(wholes, parts, strict=True)]
         self._shares = [of / max(cuts) for of in cuts]
-        self.dtype = torch.float32
-        for param in self.params:
-            self.dtype = torch.promote_types(self.dtype, param.dtype)
         shards = zip(self.params, wholes, strict=True)
         sharded = max(parts) > 1 or any(part is not whole for part, whole in shards)
         # A process group of its own, because totals may be taken in the background.
         self._group = mesh.new_group_within_replica() if mesh is not None and sharded else None
+        if part is not None:
+            self._keep(*part)
+        self.numel = sum(param.numel() for param in self.params)
+        self.dtype = torch.float32
+        for param in self.params:
+            self.dtype = torch.promote_types(self.dtype, param.dtype)
         device = self.params[0].device
         self._side = side_stream(device) if keep is CommDevice.cpu else None
         self.device = device if self._side is None else torch.device("cpu")
@@ -87,6 +94,26 @@ class FlatParams:
         self.chunks = self.chunks_of(self.params)
         self.transfer = self.chunks[0].transfer
         self.round = self.transfer.round
+
+    def _keep(self, number: int, parts: int) -> None:
+        """Keep what begins in this one of so many parts of near equal length."""
+        numel = sum(param.numel() for param in self.params)
+        first, last = (numel * n // parts for n in (number, number + 1))
+        kept = []
+        begin = 0
+        for index, param in enumerate(self.params):
+            rows = param if param.ndim else param.view(1)
+            size = rows[:1].numel()
+            if size:
+                some = slice(*(max(0, -((begin - end) // size)) for end in (first, last)))
+                kept += [(rows[some], index)] if rows[some].numel() else []
+            begin += param.numel()
+        kept = kept or [(self.params[0].flatten()[:0], 0)]
+        self.params = [piece for piece, _ in kept]
+        of = [index for _, index in kept]
+        self.owners, self.group_of, self._shares = (
+            [own[index] for index in of] for own in (self.owners, self.group_of, self._shares)
+        )
 
     def chunks_of(self, tensors: Sequence[Tensor]) -> list[Chunk]:
         """Return the vector's chunks for other live tensors: one for each parameter, of its shape

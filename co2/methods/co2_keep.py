@@ -14,8 +14,9 @@ with α = 1 for w = β. It is that of the first rounds with `blocking_share`. Ri
 end the consensus is c + mean_i p^i_t: all that is known and all that was trained. The mean of the
 x^i lacks what κ has cut.
 
-With `fragments` P the model is dealt to P fragments of near equal size (fragments.py). All of the
-above holds for each by itself. The round of fragment f is round(f τ/P) steps behind that of
+With `fragments` P the vector of all weights is cut into P fragments of near equal length, between
+rows of tensors (flat.py): if tensors stayed whole, the one with the embedding would take the link
+for longer than its share of a round. All of the above holds for each by itself. The round of fragment f is round(f τ/P) steps behind that of
 fragment 0, and its first one is shorter, but for fragment 0's. Without a `delay` its mean arrives
 as the next fragment's is sent: the same bytes are under way all the time, but one fragment at a
 time, and each mean is τ/P steps late instead of τ. Where an arrival and a start fall on one step,
@@ -45,7 +46,7 @@ from co2.errors import require
 from co2.limits import Amount, Count, Decay, Share, Steps
 from co2.methods.base import QUORUM, synchronizing
 from co2.methods.shared.auto_tau import AUTO, START
-from co2.methods.shared.fragments import Fragment, dealt, offset
+from co2.methods.shared.fragments import Fragment, offset
 from co2.methods.shared.local_method import LocalMethod
 from co2.methods.shared.rounds import AveragesMoments, LateRounds
 
@@ -56,8 +57,7 @@ class CO2Keep(LocalMethod):
     @dataclass
     class Config(AveragesMoments, LateRounds):
         fragments: Count = 1
-        """P: parts that are sent one after the other, each τ/P steps late; at most τ, and at most
-        the number of tensors."""
+        """P: parts that are sent one after the other, each τ/P steps late; at most τ."""
         delay: Steps | None = None
         """Inner steps that a collective may take without anybody waiting, at most τ; null: τ/P."""
         keep_local: Share = 0.5
@@ -90,13 +90,12 @@ class CO2Keep(LocalMethod):
 
     def make_vectors(self) -> None:
         number, delay = self.config.fragments, self.config.delay
-        parts = [None] if number == 1 else dealt(self._trained(), number, "co2_keep.fragments")
         one_at_a_time = delay is None or delay * number <= int(self.config.tau)
         self.fragments: list[Kept] = []
-        for index, params in enumerate(parts):
-            prefix = "" if number == 1 else f"{index}."
+        for index in range(number):
+            prefix, part = ("", None) if number == 1 else (f"{index}.", (index, number))
             beside = self.fragments[0].mean if one_at_a_time and self.fragments else None
-            self.fragments.append(Kept(self, prefix, params, beside))
+            self.fragments.append(Kept(self, prefix, part=part, beside=beside))
         # Of the whole model with P = 1, which alone has moments to average.
         self.flat, self.mean = self.fragments[0].flat, self.fragments[0].mean
 

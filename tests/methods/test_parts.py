@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import co2
+from co2.comm.flat import FlatParams
 from co2.comm.pair_mean import partner_of
 from co2.errors import ConfigError
-from co2.methods.shared.fragments import dealt, offset
+from co2.methods.shared.fragments import offset
 from co2.methods.streaming_diloco import StreamingDiLoCo, layer, strided, sync_step
 from tests.grids import grid
 from tests.methods import problem
@@ -240,18 +241,20 @@ def test_more_fragments_than_layers_are_refused() -> None:
 # Fragments of kept progress.
 
 
-def test_tensors_are_dealt_to_fragments_of_near_equal_size() -> None:
-    tensors = [torch.zeros(size) for size in (5, 9, 1, 3, 3)]
-    parts = dealt(tensors, 2, "co2_keep.fragments")
-    assert [[len(tensor) for tensor in part] for part in parts] == [[9, 1], [5, 3, 3]]
-    empty = [torch.zeros(size) for size in (0, 2, 0)]  # as shards may be
-    assert all(len(part) == 1 for part in dealt(empty, 3, "co2_keep.fragments"))
-
-
-def test_more_fragments_than_tensors_are_refused() -> None:
-    model, optimizer = problem.build_drift([3, 4])
-    with pytest.raises(ConfigError, match=r"^co2_keep.fragments=3: must be at most 2, .*$"):
-        co2.CO2Keep(fragments=3).prepare(model, optimizer, co2.Mesh.world())
+def test_the_vector_is_cut_between_rows_into_near_equal_fragments() -> None:
+    """A row belongs where it begins; the large tensor, half of all, is in many fragments."""
+    shapes = [(3, 4), (), (0, 5), (24, 2), (5, 3), (20,)]
+    model = nn.ParameterList(torch.randn(shape) for shape in shapes)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    every = FlatParams(optimizer).copy()
+    for number in (1, 2, 3, 5, 12):
+        parts = [FlatParams(optimizer, part=(part, number)) for part in range(number)]
+        assert torch.equal(torch.cat([part.copy() for part in parts]), every)
+        assert all(abs(part.numel - len(every) / number) < 4 for part in parts), "a row has four"
+    parts[3].write(parts[3].zeros())
+    assert (FlatParams(optimizer).copy() == 0).sum() == parts[3].numel, "its own, and no others"
+    few = [FlatParams(SGD([model[1]], lr=1.0), part=(part, 3)).numel for part in range(3)]
+    assert sorted(few) == [0, 0, 1], "fewer elements than fragments, as a shard may have"
 
 
 @pytest.mark.parametrize("tau", [1, 2, 5, 6, 12])

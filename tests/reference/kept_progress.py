@@ -16,12 +16,18 @@ def sent_at(tau: int, fragments: int) -> list[int]:
     return [math.floor(Fraction(f * tau, fragments) + Fraction(1, 2)) for f in range(fragments)]
 
 
-def dealt(sizes: list[int], fragments: int) -> list[list[int]]:
-    """Whole tensors, by their places: the largest first, each to the smallest fragment."""
+def rows(tensor: Tensor) -> list[Tensor]:
+    """Along the first axis."""
+    return list(tensor) if tensor.ndim else [tensor]
+
+
+def cut(sizes: list[int], fragments: int) -> list[list[int]]:
+    """Rows, by their places: P parts of the whole, each with the rows that begin in it."""
+    begins = [sum(sizes[:place]) for place in range(len(sizes))]
+    ends = [sum(sizes) * (f + 1) // fragments for f in range(fragments)]
     parts: list[list[int]] = [[] for _ in range(fragments)]
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        totals = [sum(sizes[one] for one in part) for part in parts]
-        parts[totals.index(min(totals))].append(place)
+    for place, begin in enumerate(begins):
+        parts[sum(end <= begin for end in ends)].append(place)
     return parts
 
 
@@ -44,11 +50,12 @@ def co2_keep(
     step. Then u = beta u + delta and c = c + delta + w u, and replica i goes on from c + kappa q^i,
     where q^i is the sum of its own steps since. All steps count, whatever kappa cut. Consensus
     shows c + delta in flight + the mean of the own steps since, of the whole model only after a
-    round. Every parameter is simulated on its own.
+    round. Every row of a parameter is simulated on its own.
     """
-    weights = [[p.detach() for p in replica.trainable()] for replica in replicas]
-    sizes = replicas[0].sizes()
-    members = dealt(sizes, fragments)
+    weights = [
+        [row for p in replica.trainable() for row in rows(p.detach())] for replica in replicas
+    ]
+    members = cut([row.numel() for row in weights[0]], fragments)
     starts = sent_at(tau, fragments)
     gaps = [b - a for a, b in itertools.pairwise([*starts, tau])]
     center = [one.clone() for one in weights[0]]
