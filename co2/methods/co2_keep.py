@@ -16,14 +16,16 @@ x^i lacks what κ has cut.
 
 With `fragments` P the vector of all weights is cut into P fragments of near equal length, between
 rows of tensors (flat.py): if tensors stayed whole, the one with the embedding would take the link
-for longer than its share of a round. All of the above holds for each by itself. The round of fragment f is round(f τ/P) steps behind that of
-fragment 0, and its first one is shorter, but for fragment 0's. Without a `delay` its mean arrives
-as the next fragment's is sent: the same bytes are under way all the time, but one fragment at a
-time, and each mean is τ/P steps late instead of τ. Where an arrival and a start fall on one step,
-the arrival is first. The consensus is then at every step the sum of c, of the δ in flight, which is
-waited for and stays in flight, and of the mean of the steps since that was sent. Streaming DiLoCo
-(arXiv 2501.18512) has fragments, a delay, and a mixing of local and outer weights; it loses a share
-of the steps made under way, where here κ says how many show, and all of them count.
+for longer than its share of a round. All of the above holds for each by itself. The round of
+fragment f is round(f τ/P) steps behind that of fragment 0, and its first one is shorter, but for
+fragment 0's. Without a `delay` its mean arrives as the next fragment's is sent: the same bytes are
+under way all the time, but one fragment at a time, and each mean is τ/P steps late instead of τ. A
+`delay` above τ/P has several under way together, so that nobody waits for a single slow step. Where
+an arrival and a start fall on one step, the arrival is first. The consensus is then at every step
+the sum of c, of the δ in flight, which is waited for and stays in flight, and of the mean of the
+steps since that was sent. Streaming DiLoCo (arXiv 2501.18512) has fragments, a delay, and a mixing
+of local and outer weights; it loses a share of the steps made under way, where here κ says how many
+show, and all of them count.
 
 Why κ is below 1: in a direction of such high curvature that `delay` steps undo a deviation from the
 optimum, q^i holds the same correction that the mean brings. With a delay of τ a replica's own
@@ -89,15 +91,28 @@ class CO2Keep(LocalMethod):
         return found
 
     def make_vectors(self) -> None:
-        number, delay = self.config.fragments, self.config.delay
-        one_at_a_time = delay is None or delay * number <= int(self.config.tau)
+        number, groups = self.config.fragments, self.num_groups()
         self.fragments: list[Kept] = []
         for index in range(number):
             prefix, part = ("", None) if number == 1 else (f"{index}.", (index, number))
-            beside = self.fragments[0].mean if one_at_a_time and self.fragments else None
+            beside = None if index < groups else self.fragments[index - groups].mean
             self.fragments.append(Kept(self, prefix, part=part, beside=beside))
         # Of the whole model with P = 1, which alone has moments to average.
         self.flat, self.mean = self.fragments[0].flat, self.fragments[0].mean
+
+    def num_groups(self) -> int:
+        """The fewest process groups, given out in turn, of which each has one fragment under way
+        at a time."""
+        number, delay = self.config.fragments, self.config.delay
+        if delay is None:
+            return 1
+        sent = [offset(index, int(self.config.tau), number) for index in range(2 * number)]
+        return next(
+            groups
+            for groups in range(1, number + 1)
+            if number % groups == 0
+            and all(sent[index + groups] - sent[index] >= delay for index in range(number))
+        )
 
     def init_outer_state(self) -> None:
         for fragment in self.fragments:

@@ -118,6 +118,7 @@ _OTHERS: dict[str, list[dict[str, Any]]] = {
         {"fragments": 2, "keep_local": 1.0},
         {"tau": 4, "fragments": 2, "delay": 0},
         {"fragments": 3, "delay": 3},  # all three are under way at a time
+        {"tau": 4, "fragments": 4, "delay": 2},  # two of four, by two groups
         {"fragments": 2, "delay": 2},
         {"fragments": 2, "blocking_share": 0.4},
         {"tau": 5, "fragments": 4, "momentum_weight": 0.0},

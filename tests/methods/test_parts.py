@@ -279,13 +279,35 @@ def test_one_fragment_after_the_other_is_under_way(tau: int) -> None:
 
 
 @replicas(2)
-@pytest.mark.parametrize(("delay", "groups"), [(None, 1), (1, 1), (2, 3)])
-def test_fragments_that_never_meet_share_a_group(delay: int | None, groups: int) -> None:
+@pytest.mark.parametrize(
+    ("tau", "number", "delay", "together", "groups"),
+    [
+        (3, 3, None, 1, 1),
+        (3, 3, 1, 1, 1),
+        (3, 3, 2, 2, 3),
+        (6, 6, 2, 2, 2),
+        (6, 6, 3, 3, 3),
+        (6, 4, 2, 2, 2),  # apart by one step or two
+        (6, 5, 2, 2, 5),  # given out in turn to fewer, the last would meet the first
+    ],
+)
+def test_fragments_that_never_meet_share_a_group(
+    tau: int, number: int, delay: int | None, together: int, groups: int
+) -> None:
     model, optimizer = problem.build_drift([3, 4, 5])
-    method = co2.CO2Keep(tau=3, fragments=3, delay=delay)
+    method = co2.CO2Keep(tau=tau, fragments=number, delay=delay)
     method.prepare(model, optimizer, co2.Mesh.world())
-    names = {mean.group.group_name for mean in method.means}  # type: ignore[union-attr]
-    assert len(names) == groups and method.group.group_name not in names  # type: ignore[union-attr]
+    group_of = {one: one.mean.group.group_name for one in method.fragments}  # type: ignore[union-attr]
+    assert len(set(group_of.values())) == groups
+    assert method.group.group_name not in group_of.values()  # type: ignore[union-attr]
+    most = 0
+    for step in range(1, 2 * tau + 1):
+        problem.backward_drift(model, step, 0)
+        method.step()
+        flying = [name for one, name in group_of.items() if one.mean.in_flight]
+        assert len(flying) == len(set(flying))
+        most = max(most, len(flying))
+    assert most == together
     method.flush()
 
 
