@@ -341,6 +341,7 @@ def course(need: Need, place: Place) -> Course:
                 bucket_bytes=max(1, round(config.comm.bucket_mb * 2**20)),
                 average_moments=averages,
                 fragments=config.method_config.fragments if entry.fragments else 1,
+                delay=config.method_config.delay if entry.fragments else None,
             )
         except ConfigError as error:
             raise ConfigError("--gpus", need.workers, error.hint) from None

@@ -52,8 +52,8 @@ _WARM_UP = 3
 """Steps that allocate and compile, and count for nothing."""
 _ROUNDS = 50
 FRAGMENTS = (12, 4)
-"""Numbers of fragments that are considered, the best for quality first: the shorter a mean is under
-way, the less late it is."""
+"""Numbers of fragments that are considered. Means are a quarter of a round late either way; of the
+more, several are under way together, and a slow step is not waited for."""
 MORE_WAITING = 0.01
 """Share of the time that fragments may wait more than the whole model."""
 
@@ -161,6 +161,7 @@ def forecast(
         warmup_rounds=_ROUNDS,
         bucket_bytes=bucket_bytes,
         fragments=fragments,
+        delay=_delay(length),
     )
     hides = None
     if entry.rounds:
@@ -178,9 +179,14 @@ def forecast(
     )
 
 
+def _delay(tau: int) -> int:
+    """Steps that a fragment's mean has."""
+    return -(-tau // 4)
+
+
 def best_forecast(found: Measured, method: str, tau: int, bucket_bytes: int) -> Forecast:
     """The forecast with as many fragments as wait little longer than the whole model: each has its
-    own latency, and a P-th of the round for its mean."""
+    own latency, and a quarter of the round for its mean."""
     whole = forecast(found, method, tau, bucket_bytes)
     choices = FRAGMENTS if CATALOGUE[method].fragments else ()
     for fragments in (choice for choice in choices if choice <= tau):
@@ -312,7 +318,10 @@ def report(found: Measured, tau: int, bucket_bytes: int, overrides: Sequence[str
         length = one.hides or one.tau
         own = [f"{one.method}.tau={length}"] if one.tau is not None else []
         if one.fragments > 1 and length is not None:
-            own.append(f"{one.method}.fragments={min(one.fragments, length)}")
+            own += [
+                f"{one.method}.fragments={min(one.fragments, length)}",
+                f"{one.method}.delay={_delay(length)}",
+            ]
         rows.append(
             (
                 one.method,

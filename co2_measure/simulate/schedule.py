@@ -7,10 +7,12 @@ on the same group is over; its buckets run one after another.
 
 The simulation leaves out the arithmetic of the outer step, the slowing down of computation by the
 communication beside it, data loading, and a `delay` below what there is: an overlapped mean has a
-whole round to arrive, and that of one of P fragments a P-th of it, until the next one is sent.
+whole round to arrive, and that of one of P fragments a P-th of it at least, until the next one is
+sent.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -119,6 +121,7 @@ def simulate(
     backward_share: float = 2 / 3,
     average_moments: bool = False,
     fragments: int = 1,
+    delay: int | None = None,
     noise: Noise = NO_NOISE,
 ) -> Figures:
     """Simulate `steps` steps of data-parallel training by `workers` replicas.
@@ -139,6 +142,8 @@ def simulate(
         average_moments: whether methods that can also average Adam's two moments.
         fragments: P, equal parts of the vector that travel one after the other, in methods that
             have them; at most τ.
+        delay: steps that the mean of a fragment has, rounded down to what several take to compute;
+            None, or less than one takes: until the next one is sent.
 
     Raises:
         ConfigError: the method is not simulated, `step_s` is no finite time above 0 s, or the
@@ -153,8 +158,9 @@ def simulate(
 
     replicas = Replicas(workers, step_s, noise)
     sent = sending(method, vector_bytes // parts, bucket_bytes, network, workers)
-    advance = advance_of(method, sent, backward_share)
     length = tau if entry.rounds else steps if method == LIMIT else 1
+    in_flight = max(1, (delay or 0) * parts // length) if parts > 1 else 1
+    advance = advance_of(method, sent, backward_share, in_flight)
     # A fragment's mean has the steps until the next one is sent.
     lengths = [(n + 1) * length // parts - n * length // parts for n in range(parts)]
 
@@ -222,15 +228,17 @@ def sending(
     return Sending(sizes / num_bytes, seconds, ring_bytes(num_bytes, workers))
 
 
-def advance_of(method: str, sent: Sending, backward_share: float) -> Advance:
-    """What a round of this method does to the clocks. An overlapped method's keeps the collective
-    in flight from one call to the next."""
+def advance_of(method: str, sent: Sending, backward_share: float, in_flight: int = 1) -> Advance:
+    """What a round of this method does to the clocks. An overlapped method's keeps so many
+    collectives in flight from one call to the next."""
     if method == ALLREDUCE:
         return _bucketed(sent, backward_share)
     waits = ENTRIES[method].blocking
     if waits is Blocking.never:
         return _silent
-    return (_blocking if waits is Blocking.always else _overlapped)(sent.wire_s)
+    if waits is Blocking.always:
+        return _blocking(sent.wire_s)
+    return _overlapped(sent.wire_s, in_flight)
 
 
 def _silent(start: Clocks, compute: Clocks, _: int) -> tuple[Clocks, Clocks, Clocks]:
@@ -250,16 +258,17 @@ def _blocking(wire_s: float) -> Advance:
     return advance
 
 
-def _overlapped(wire_s: float) -> Advance:
-    """At a round's end each replica waits for the mean launched one round before, launches the
-    next one and goes on. A mean is on the wire once the last replica has launched it."""
-    arrives = 0.0
+def _overlapped(wire_s: float, in_flight: int) -> Advance:
+    """At a round's end each replica waits for the mean launched so many rounds before, launches the
+    next one and goes on. A mean is on the wire once the last replica has launched it and the one
+    before has arrived."""
+    arrivals = deque([0.0] * in_flight)
 
     def advance(start: Clocks, compute: Clocks, vectors: int) -> tuple[Clocks, Clocks, Clocks]:
-        nonlocal arrives
-        end = start + compute
-        launch = np.maximum(end, arrives)
-        arrives = float(launch.max()) + vectors * wire_s
+        end, last = start + compute, arrivals[-1]
+        launch = np.maximum(end, arrivals.popleft())
+        arrives = max(float(launch.max()), last) + vectors * wire_s
+        arrivals.append(arrives)
         return launch, launch - end, arrives - launch
 
     return advance

@@ -87,7 +87,7 @@ def test_fragments_are_taken_where_their_latency_is_hidden() -> None:
         found = Measured(4, 1.0, 1.0, 4 * NUMEL, late, late)
         best = best_forecast(found, "co2_keep", 12, 4 * NUMEL)
         assert best.fragments == fragments and best.share <= 0.01
-        words = f"co2_keep.fragments={fragments}"
+        words = f"co2_keep.fragments={fragments} co2_keep.delay=3"
         assert (words in report(found, 12, 4 * NUMEL, [])) == (fragments > 1)
         assert best_forecast(found, "co2", 12, 4 * NUMEL).fragments == 1
 

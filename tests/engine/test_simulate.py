@@ -207,6 +207,16 @@ def test_fragments_send_as_much_and_each_has_a_latency(method):
         run(method, fragments=5)
 
 
+@pytest.mark.parametrize("method", sorted({*OVERLAPPED} & {*WITH_FRAGMENTS}))
+def test_fragments_under_way_together_wait_for_no_short_round(method):
+    """1.2 s each, of three of which two have one step and one has two: 3.6 s of 4."""
+    for delay, exposed_s in ((None, 0.4), (1, 0.4), (2, 0.4), (3, 0.0)):
+        found = run(method, vector_bytes=2_400_000, fragments=3, delay=delay)
+        assert found.exposed_s * 4 == pytest.approx(exposed_s), delay
+        assert found.bytes_per_step == run(method, vector_bytes=2_400_000).bytes_per_step
+    assert run(method, delay=1) == run(method), "of the whole model it is left out"
+
+
 def test_other_methods_have_no_fragments():
     for method in {*SIMULATED} - {*WITH_FRAGMENTS}:
         assert run(method, fragments=4) == run(method)
