@@ -1,6 +1,6 @@
 """What a round of a method launches on a GPU, and what it holds, at GPT-2 small's size.
 
-Counted on tensors without numbers, in a process group of replicas that are not there.
+Counted on meta tensors, in a process group of replicas that are not there.
 """
 
 import argparse
@@ -182,7 +182,7 @@ def main() -> None:
     report.write(
         args.out / "launches.md",
         "Launches of a round, and words held",
-        "GPT-2 small, 124 million parameters in 148 tensors, fp32, on tensors without numbers "
+        "GPT-2 small, 124 million parameters in 148 tensors, fp32, on meta tensors "
         "in a process group of so many replicas that are not there. Launches: operators of a round "
         "with Triton's kernels, beyond the steps of the inner optimizer; views and allocations are "
         "none. Words: what the method holds between steps for each parameter, its messages "

@@ -46,14 +46,14 @@ WHOLE_S = 8 * MODEL_BYTES / NETWORK.link.rate_bits
 FREEZE, DOUBLE_EVERY, LONGEST = 2, 2, 4
 """For the variants of Adam: steps before v is frozen; then, for 0/1 Adam, steps after which the
 interval of exchanges doubles, and the longest one."""
-PERIODS = {"desloc": {"m": 2, "v": 3}, "mt_dao": {"u": 1, "v": 1}}
+PERIODS = {"desloc": {"m": 2, "v": 2}, "mt_dao": {"u": 1, "v": 1}}
 """Rounds of the weights from one mean of a moment to the next."""
 FRAGMENTED = "_fragments"
 """Ends the name of a picture of a method that has another one without fragments."""
 OWN: dict[str, dict[str, Any]] = {
     "streaming_diloco": {"fragments": FRAGMENTS, "delay": DELAY},
     f"co2_keep{FRAGMENTED}": {"fragments": FRAGMENTS},
-    "desloc": {"first_moment_every": 2 * TAU, "second_moment_every": 3 * TAU},
+    "desloc": {"first_moment_every": 2 * TAU, "second_moment_every": 2 * TAU},
     "mt_dao": {"first_moment_every": TAU, "second_moment_every": TAU},
     "sparseloco": {"density": 0.25},  # of 64 elements, not of 4,096
     "demo": {"top_k": 8, "block": 8},
@@ -142,7 +142,7 @@ CARDS = {
     "demo": Card("m", "The largest waves of each worker's momentum; steps are signs.", False),
     "onebit_adam": Card("m", "Gradients g until v is frozen, then one bit an element of m.", False),
     "zero_one_adam": Card(
-        "m", "Gradients g until v is frozen, then one bit an element of steps, ever more rarely."
+        "d", "Gradients g until v is frozen, then one bit an element of steps, ever more rarely."
     ),
 }
 _DEFAULT = Card("d", "")
@@ -296,12 +296,13 @@ def in_fragments(delay: int) -> Course:
 
 
 def paired() -> Course:
-    """NoLoCo, with four workers: of two each waits for the other alone."""
+    """NoLoCo, with four workers: of two each waits for the other alone. Rounds 4 to 6, because all
+    three ways to pair four workers are in them."""
     course = Course(2 * WORKERS)
     starts, number = np.zeros(course.workers), 0
     while starts.min() < WINDOW_S:
         ends = starts + np.resize(compute_s(number, TAU), course.workers)
-        both = sorted(map(sorted, pairs(course.workers, seed=(number + 1) * TAU)))
+        both = sorted(map(sorted, pairs(course.workers, seed=(number + 4) * TAU)))
         for place, pair in enumerate(both):
             begin = float(ends[pair].max())
             for worker in pair:

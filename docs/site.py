@@ -38,6 +38,8 @@ SEARCH = "---\nsearch:\n  {}\n---\n"
 REPORT = "[The report](results/report.html) has every table and figure on one page."
 _MARK = re.compile(r"<!--(=.*?|/)-->")
 """Around a rendered number. At the beginning of a line it would end the paragraph."""
+_BADGE = re.compile(r" \[!\[CI\]\([^)]*\)\]\([^)]*\)")
+"""What GitHub alone knows."""
 _LINK = re.compile(r"(?<=\]\()(?![\w+]+:|#)(?P<target>[^)\s#]+)")
 
 
@@ -63,6 +65,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
     markdown = _LINK.sub(renamed, _MARK.sub("", markdown))
     if page.file.src_uri == "README.md":
+        markdown = _BADGE.sub("", markdown)
         markdown = markdown.replace("\n## Results\n", f"\n## Results\n\n{REPORT}\n", 1)
     return markdown
 

@@ -3,7 +3,7 @@
 python -m co2 plan task=transnormer scale=paper method=co2 --gpus 32 --gpu a100-80g --link 80gbps
 python -m co2 plan task=gpt2 scale=paper              on the smallest number of GPUs that holds it
 
-Memory and operations are counted on tensors without numbers (co2/train/estimate.py); communication
+Memory and operations are counted on meta tensors (co2/train/estimate.py); communication
 is simulated (co2_measure/simulate). Neither a GPU nor a public data set is needed.
 """
 
@@ -417,7 +417,7 @@ def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
         ("moving average", if_any(memory.average_bytes, ", train.ema_decay")),
         ("gathered weights", if_any(held.gathered_bytes, ", within a step")),
         ("activations", f"{gb(need.num_bytes - held.device_bytes)}, of a micro-batch at its peak, "
-         f"counted on tensors without numbers{again}{compiled}"),
+         f"counted on meta tensors{again}{compiled}"),
         ("host's memory", f"{gb(copied + memory.host_bytes)} {on_host}"),
         ("memory of a GPU", f"{gb(need.num_bytes)} of {gb(gpu.usable_bytes)}: {USABLE:.0%} of "
          f"{gpu.memory_gib} GiB"),

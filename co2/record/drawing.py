@@ -17,11 +17,11 @@ LOOKS = {
     "local_sgd": ("#b8860b", "^"),
     "slowmo": ("#8a6a3a", "D"),
     "diloco": ("#8f5fd7", "v"),
-    "noloco": ("#b06fc0", "<"),
+    "noloco": ("#5f7264", "<"),
     "overlap_local_sgd": ("#d6449b", "P"),
     "cocod_sgd": ("#1597a5", "X"),
-    "streaming_diloco": ("#6f6fd0", ">"),
-    "eager_diloco": ("#a45fa0", "d"),
+    "streaming_diloco": ("#306c49", ">"),
+    "eager_diloco": ("#ce2d57", "d"),
     "sparseloco": ("#7d7a2a", "p"),
     "co2": ("#2a7de1", "o"),
     "co2_keep": ("#1f9d55", "*"),
@@ -29,8 +29,8 @@ LOOKS = {
     "acco": ("#c2703a", "H"),
     "sparta": ("#5f8f2f", "8"),
     "desloc": ("#b5566a", "x"),
-    "mt_dao": ("#9a6b84", "+"),
-    "demo": ("#2f8f86", "1"),
+    "mt_dao": ("#c4846e", "+"),
+    "demo": ("#bb7aba", "1"),
     "onebit_adam": ("#6b7c93", "2"),
     "zero_one_adam": ("#a0625a", "3"),
 }
@@ -50,7 +50,8 @@ def look(method: str, number: int = 0) -> dict[str, Any]:
     colour, marker = LOOKS.get(method, (GREY, "."))
     style = {"color": colour, "marker": marker, "markersize": 7 if marker == "*" else 5}
     if number:
-        style |= {"linestyle": _DASHES[number % 4], "fillstyle": _HALVES[number % 4]}
+        half = (number + number // 4) % 4
+        style |= {"linestyle": _DASHES[number % 4], "fillstyle": _HALVES[half]}
         style |= {"markerfacecoloralt": "none"}
     return style
 

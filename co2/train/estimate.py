@@ -1,6 +1,6 @@
 """What a step takes, worked out from shapes alone: memory, and floating-point operations.
 
-Model, optimizer and method are the run's own, of tensors without numbers: a model of 7 billion
+Model, optimizer and method are the run's own, of meta tensors: a model of 7 billion
 parameters takes seconds and no memory. What is held between steps comes from the device "meta". A
 micro-batch goes through fake tensors (torch._subclasses), which are meta tensors that name a
 device: without one there is no autocast. What these hold is counted as on a CPU. A GPU's other

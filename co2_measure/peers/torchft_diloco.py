@@ -5,9 +5,10 @@ the gradient of an outer SGD with Nesterov momentum. Every parameter has an all-
 which is torchft's default, frozen parameters included.
 
 Each worker is a replica group of one: it has a Manager with a store of its own. Once in a round the
-Manager asks a lighthouse in worker 0's process who takes part and whether all have succeeded. These
-few hundred bytes are not counted. A failure ends the training (max_retries=0), where torchft would
-drop the round and go on, so that every round that is measured is complete.
+Manager asks a lighthouse in worker 0's process who takes part, and then itself whether all ranks of
+its group, one here, have succeeded. These few hundred bytes are not counted. A failure ends the
+training (max_retries=0), where torchft would drop the round and go on, so that every round that is
+measured is complete.
 """
 
 import os

@@ -113,7 +113,7 @@ def draw(stem: Path) -> Iterator[Path]:
     simulations = columns()
     for place in LINKS:
         path = figures.beside(stem, "simulated", place)
-        with figures.panel(path, f"simulated, not measured: {place}") as axis:
+        with figures.panel(path, f"simulated: {place}") as axis:
             for line, style in figures.styles(LINES).items():
                 found = throughput(simulations[place, NOMINAL], line)
                 axis.plot(list(found), list(found.values()), **style)

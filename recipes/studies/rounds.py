@@ -385,7 +385,7 @@ RECIPE = TunedRecipe(
     title="Gap to AllReduce against rounds",
     text=f"GPT-2, two workers, τ = {TAU}, validation loss as trained; every method at the best of "
     "four learning rates, DiLoCo of five, NoLoCo, SPARTA, MT-DAO and DeMo of three, for each "
-    "number of rounds (rounds_trials), for 200 and 400 or more rounds at that of 300, with conf's "
+    "number of rounds (rounds_trials), for 200 and 400 or more rounds at that of 300, with default "
     "outer settings; in fragments with those of a simulation, Streaming DiLoCo at the best of two "
     "outer settings with each rate. "
     f"The warm-up takes {WARM_UP:.0%} of the steps.",

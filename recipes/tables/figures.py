@@ -43,6 +43,7 @@ def _curve(recipe: Recipe, evals: Rows, against: str, path: Path, title: str) ->
                 x = [mean(same, against) for same in found[row]]
                 y = [mean(same, "loss") for same in found[row]]
                 axis.plot(x, y, markevery=_MARKED, **looks[row.name])
+                axis.plot(x[-1:], y[-1:], **looks[row.name] | {"label": None})
                 spreads = [spread(same, "loss") for same in found[row]]
                 low, high = ([m + s * d for m, d in zip(y, spreads, strict=True)] for s in (-1, 1))
                 colour = looks[row.name]["color"]

@@ -216,13 +216,11 @@ def at_first(ours: Rows, scale: str) -> Table:
     at = [list(whole.head).index(head) for head in FIRST_COLUMNS]
     rows = {str(row[0]): [row[place] for place in at] for row in whole.rows}
     text = (
-        f"GPT-2, and points of a ViT on {DATA['ViT'].partition(', ')[2]}; two workers. Waits: "
-        "share of the time that a worker stands still. Steps: to AllReduce's loss after as many "
-        f"rounds, a multiple of AllReduce's. Net time: steps ({BUDGET} rounds) over the throughput "
-        "that is kept, a multiple of AllReduce's time if nothing were sent. Time to the loss: "
-        "measured, a multiple of AllReduce's on unlimited links. Points: AllReduce's accuracy in "
-        "percent, and what others have more. Brackets: 95 % intervals "
-        "([more](docs/results.md#cost-and-benefit))."
+        f"GPT-2 of 0.19 M parameters (waits, speed: 1.3 M); a ViT's points of accuracy on "
+        f"{DATA['ViT'].partition(', ')[2]}. Steps, net time (steps of {BUDGET} rounds over the "
+        "speed that is kept) and time to the loss are multiples of AllReduce's, times of those "
+        "without a slow network; points are differences to it. [Brackets, stars]"
+        "(docs/results.md#cost-and-benefit)."
     )
     lines = [rows[name] for name in FIRST_ROWS if name in rows]
     return Table(FIRST_COLUMNS, lines, title="Cost and benefit", text=text)

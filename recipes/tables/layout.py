@@ -142,7 +142,7 @@ def _measured(recipe: Recipe, own: Sequence[Entry], ours: Rows, name: str, title
     gone = [word for word in (*rows, *columns) if word not in kept]
     notes = [f"Not run, and left out: {'; '.join(gone)}."] if gone else []
     if any(NOTHING in row for row in table.rows):
-        notes.append(f"{NOTHING}: cannot be run.")
+        notes.append(f"{NOTHING}: not planned, or not possible.")
     return replace(
         table,
         name=name,

@@ -44,9 +44,11 @@ def prose(text: str) -> str:
 
 
 def links(text: str) -> list[str]:
-    """What the page links to within the repository, pictures too."""
+    """What the page links to within the repository, pictures too; for GitHub's page of a workflow,
+    the workflow's file."""
     targets = re.findall(r"\]\(([^)\s]+)\)", prose(text))
-    return [target for target in targets if not re.match(r"\w+:", target)]
+    run = re.compile(r"^\.\./\.\./actions/(workflows/[\w.]+)(/badge\.svg)?$")
+    return [run.sub(r".github/\1", one) for one in targets if not re.match(r"\w+:", one)]
 
 
 def anchors(text: str) -> set[str]:

@@ -230,6 +230,12 @@ def test_the_numbers_amid_sentences() -> None:
     assert marked
     for key, shown in marked:
         kind, *place = key.split("|")
+        if kind == "share":
+            shares = _share(*place)
+            half = t.ppf(0.975, len(shares) - 1) * stdev(shares) / math.sqrt(len(shares))
+            ends = f"[{fmean(shares) - half:.1f}, {fmean(shares) + half:.1f}]"
+            assert shown == f"{fmean(shares):.1f} % {ends}", key
+            continue
         values = list(OURS[tuple(place)].values())
         assert kind == "measured" and place[0] == "figure1"
         assert shown == f"{fmean(values):.1f} ± {stdev(values):.1f}", key
