@@ -178,7 +178,9 @@ def listing(chosen: Sequence[Recipe], scale: str, out: Path) -> None:
         cells = list(recipe.cells(scale))
         runs = list(dict.fromkeys(cell for *_, cell in cells))
         done = sum(cell.summary() is not None for cell in runs)
-        kept = sum((line["recipe"], line["scale"]) == (recipe.name, scale) for line in lines)
+        places = {(row.name, column.name, str(seed)) for row, column, seed, _ in cells}
+        own = [line for line in lines if (line["recipe"], line["scale"]) == (recipe.name, scale)]
+        kept = sum((line["row"], line["column"], line["seed"]) in places for line in own)
         print(
             f"{recipe.name:20}  {recipe.title:38}  scale={scale}: {done} of {len(runs)} runs here, "
             f"{kept} of {len(cells)} values collected{_waiting(recipe, scale)}"

@@ -110,10 +110,9 @@ class FlatParams:
             begin += param.numel()
         kept = kept or [(self.params[0].flatten()[:0], 0)]
         self.params = [piece for piece, _ in kept]
-        of = [index for _, index in kept]
-        self.owners, self.group_of, self._shares = (
-            [own[index] for index in of] for own in (self.owners, self.group_of, self._shares)
-        )
+        self.owners = [self.owners[index] for _, index in kept]
+        self.group_of = [self.group_of[index] for _, index in kept]
+        self._shares = [self._shares[index] for _, index in kept]
 
     def chunks_of(self, tensors: Sequence[Tensor]) -> list[Chunk]:
         """Return the vector's chunks for other live tensors: one for each parameter, of its shape
