@@ -44,7 +44,8 @@ class FlatParams:
         only: the parameters to take; None for all.
         part: (number, P), to take this one of P parts of near equal length into which the vector
             is cut, between rows, the slices along a tensor's first axis; a row belongs to the part
-            where it begins. What concerns whole parameters is then of no use: gradients,
+            where it begins. Workers that share a replica cut their shards of a parameter at the
+            same share of it. What concerns whole parameters is then of no use: gradients,
             `total_numel`, `chunks_of` others. None: all of it.
         mesh: the workers; needed by `total` if they hold parts of parameters.
     Raises:
@@ -82,7 +83,7 @@ class FlatParams:
         # A process group of its own, because totals may be taken in the background.
         self._group = mesh.new_group_within_replica() if mesh is not None and sharded else None
         if part is not None:
-            self._keep(*part)
+            self._keep(*part, [w.numel() * of for w, of in zip(wholes, parts, strict=True)])
         self.numel = sum(param.numel() for param in self.params)
         self.dtype = torch.float32
         for param in self.params:
@@ -95,19 +96,19 @@ class FlatParams:
         self.transfer = self.chunks[0].transfer
         self.round = self.transfer.round
 
-    def _keep(self, number: int, parts: int) -> None:
-        """Keep what begins in this one of so many parts of near equal length."""
-        numel = sum(param.numel() for param in self.params)
-        first, last = (numel * n // parts for n in (number, number + 1))
+    def _keep(self, number: int, parts: int, sizes: Sequence[int]) -> None:
+        """Keep what begins in this one of so many parts of near equal length, of parameters that
+        have these sizes in the whole replica."""
+        first, last = (sum(sizes) * n // parts for n in (number, number + 1))
         kept = []
         begin = 0
-        for index, param in enumerate(self.params):
+        for index, (param, size) in enumerate(zip(self.params, sizes, strict=True)):
             rows = param if param.ndim else param.view(1)
-            size = rows[:1].numel()
-            if size:
-                some = slice(*(max(0, -((begin - end) // size)) for end in (first, last)))
-                kept += [(rows[some], index)] if rows[some].numel() else []
-            begin += param.numel()
+            if rows.numel():
+                ends = (-((begin - end) * len(rows) // size) for end in (first, last))
+                some = rows[slice(*(max(0, end) for end in ends))]
+                kept += [(some, index)] if some.numel() else []
+            begin += size
         kept = kept or [(self.params[0].flatten()[:0], 0)]
         self.params = [piece for piece, _ in kept]
         self.owners = [self.owners[index] for _, index in kept]

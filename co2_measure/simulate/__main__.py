@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--average-moments", action="store_true", help=moments)
     parts = f"parts of the model, sent one after the other: {', '.join(WITH_FRAGMENTS)}"
     add("--fragments", default="1", help=parts)
+    add("--delay", help="steps that a fragment's mean has; default: until the next one is sent")
     add = parser.add_argument_group("the model, and what a step costs to compute").add_argument
     add("--model", default="gpt2-small", help=", ".join(MODELS))
     add("--units", help="tokens or images per GPU and step")

@@ -64,6 +64,8 @@ class Options:
         shortest = min(self.taus)
         hint = f"must be at most --tau, which is {shortest}"
         require(self.fragments <= shortest, "--fragments", self.fragments, hint)
+        self.delay = None if args.delay is None else whole("--delay", args.delay, shortest)
+        """Of a fragment's mean, in steps."""
         self.rounds = whole("--rounds", args.rounds)
         self.noise, self.faults = _noise(args), _faults(args)
         self.num_failures = whole("--failures", args.failures)
@@ -96,6 +98,7 @@ class Options:
             backward_share=self.backward_share,
             average_moments=self.average_moments,
             fragments=self.fragments,
+            delay=self.delay,
             noise=self.noise,
         )
 

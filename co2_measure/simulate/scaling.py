@@ -58,7 +58,8 @@ def _statement(options: Options) -> str:
     network = next(iter(options.networks.values()))
     noise, differ = options.noise, ""
     if options.fragments > 1:
-        differ += f"In {options.fragments} fragments: {', '.join(WITH_FRAGMENTS)}. "
+        late = "" if options.delay is None else f", each {options.delay} steps late"
+        differ += f"In {options.fragments} fragments{late}: {', '.join(WITH_FRAGMENTS)}. "
     if noise.jitter:
         differ += f"Jitter {noise.jitter:g} of a step's time, seed {noise.seed}. "
     if noise.slow_count or noise.slow_share:

@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import SGD
 
 import co2
@@ -255,6 +257,30 @@ def test_the_vector_is_cut_between_rows_into_near_equal_fragments() -> None:
     assert (FlatParams(optimizer).copy() == 0).sum() == parts[3].numel, "its own, and no others"
     few = [FlatParams(SGD([model[1]], lr=1.0), part=(part, 3)).numel for part in range(3)]
     assert sorted(few) == [0, 0, 1], "fewer elements than fragments, as a shard may have"
+
+
+@replicas(2)
+def test_workers_of_a_replica_cut_what_they_both_hold_alike(rank: int) -> None:
+    """Beside shards of 11 and 10 rows, as tensor parallelism makes them."""
+    mesh = init_device_mesh("cpu", (2,))
+    weights = [
+        distribute_tensor(torch.randn(21, 2), mesh, [Shard(0)]),
+        torch.randn(9, 2),
+        distribute_tensor(torch.randn(5), mesh, [Shard(0)]),
+        torch.randn(8),
+    ]
+    model = nn.ParameterList(nn.Parameter(weight) for weight in weights)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    for number in (2, 5, 12):
+        found = []
+        for part in range(number):
+            flat = FlatParams(optimizer, part=(part, number))
+            pairs = zip(flat.owners, flat.params, strict=True)
+            rows = {id(owner): len(piece) for owner, piece in pairs}
+            found.append([rows.get(id(model[index]), 0) for index in (1, 3)])
+        assert [sum(own) for own in zip(*found, strict=True)] == [9, 8]
+        one, other = everybody(found)
+        assert one == other
 
 
 @pytest.mark.parametrize("tau", [1, 2, 5, 6, 12])
