@@ -62,8 +62,8 @@ class CO2Keep(LocalMethod):
         """P, at most τ: parts of near equal length that are sent one after the other. Of a sharded
         model each worker cuts its shard, so that results depend on the sharding."""
         delay: Steps | None = None
-        """Inner steps that a collective may take without anybody waiting, at most τ; null: τ/P, until
-        the next fragment is sent."""
+        """Inner steps that a collective may take without anybody waiting, at most τ; null: τ/P,
+        until the next fragment is sent."""
         keep_local: Share = 0.5
         """κ: the share of the progress made while the mean was under way that is kept."""
         outer_momentum: Decay = 0.9
