@@ -217,9 +217,9 @@ def at_first(ours: Rows, scale: str) -> Table:
     rows = {str(row[0]): [row[place] for place in at] for row in whole.rows}
     text = (
         f"GPT-2 of 0.19 M parameters (waits, speed: 1.3 M); a ViT's points of accuracy on "
-        f"{DATA['ViT'].partition(', ')[2]}. Steps, net time (steps of {BUDGET} rounds over the "
-        "speed that is kept) and time to the loss are multiples of AllReduce's, times of those "
-        "without a slow network; points are differences to it. [Brackets, stars]"
+        f"{DATA['ViT'].partition(', ')[2]}. Steps, net time (steps at {BUDGET} rounds divided by "
+        "the kept speed) and time to the loss are multiples of AllReduce's, times of AllReduce's "
+        "on a fast network; points are differences to its own. [Brackets, stars]"
         "(docs/results.md#cost-and-benefit)."
     )
     lines = [rows[name] for name in FIRST_ROWS if name in rows]
