@@ -52,8 +52,8 @@ _WARM_UP = 3
 """Steps that allocate and compile, and count for nothing."""
 _ROUNDS = 50
 FRAGMENTS = (12, 4)
-"""Numbers of fragments that are considered. Means are a quarter of a round late either way; of the
-more, several are under way together, and a slow step is not waited for."""
+"""Numbers of fragments that are considered. Means are a quarter of a round late either way; of 12
+three are under way together, so that nobody waits for a single slow step."""
 MORE_WAITING = 0.01
 """Share of the time that fragments may wait more than the whole model."""
 
@@ -317,7 +317,7 @@ def report(found: Measured, tau: int, bucket_bytes: int, overrides: Sequence[str
     for one in ahead:
         length = one.hides or one.tau
         own = [f"{one.method}.tau={length}"] if one.tau is not None else []
-        if one.fragments > 1 and length is not None:
+        if length is not None and min(one.fragments, length) > 1:
             own += [
                 f"{one.method}.fragments={min(one.fragments, length)}",
                 f"{one.method}.delay={_delay(length)}",

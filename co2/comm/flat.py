@@ -74,7 +74,8 @@ class FlatParams:
         wholes = [owner.detach() for owner in self.owners]
         self.params = [local(whole) for whole in wholes]
         parts = list(map(num_parts, self.owners))
-        self.total_numel = sum(w.numel() * of for w, of in zip(wholes, parts, strict=True))
+        sizes = [w.numel() * of for w, of in zip(wholes, parts, strict=True)]
+        self.total_numel = sum(sizes)
         """Elements of the whole replica; `numel` counts those on this worker."""
         cuts = [of * _cuts(whole) for whole, of in zip(wholes, parts, strict=True)]
         self._shares = [of / max(cuts) for of in cuts]
@@ -83,7 +84,7 @@ class FlatParams:
         # A process group of its own, because totals may be taken in the background.
         self._group = mesh.new_group_within_replica() if mesh is not None and sharded else None
         if part is not None:
-            self._keep(*part, [w.numel() * of for w, of in zip(wholes, parts, strict=True)])
+            self._keep(*part, sizes)
         self.numel = sum(param.numel() for param in self.params)
         self.dtype = torch.float32
         for param in self.params:
@@ -105,9 +106,9 @@ class FlatParams:
         for index, (param, size) in enumerate(zip(self.params, sizes, strict=True)):
             rows = param if param.ndim else param.view(1)
             if rows.numel():
-                ends = (-((begin - end) * len(rows) // size) for end in (first, last))
-                some = rows[slice(*(max(0, end) for end in ends))]
-                kept += [(some, index)] if some.numel() else []
+                low, high = (max(0, -((begin - end) * len(rows) // size)) for end in (first, last))
+                if low < min(high, len(rows)):
+                    kept.append((rows[low:high], index))
             begin += size
         kept = kept or [(self.params[0].flatten()[:0], 0)]
         self.params = [piece for piece, _ in kept]

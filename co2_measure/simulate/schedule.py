@@ -161,7 +161,7 @@ def simulate(
     length = tau if entry.rounds else steps if method == LIMIT else 1
     in_flight = max(1, (delay or 0) * parts // length) if parts > 1 else 1
     advance = advance_of(method, sent, backward_share, in_flight)
-    # A fragment's mean has the steps until the next one is sent.
+    # Of the steps between two fragments.
     lengths = [(n + 1) * length // parts - n * length // parts for n in range(parts)]
 
     rounds, rest = divmod(steps, length)

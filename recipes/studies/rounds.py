@@ -79,8 +79,7 @@ TWELVE = Row(
     f"{CO2_KEEP.name}, 12 fragments",
     (*CO2_KEEP.overrides, "co2_keep.fragments=12", "co2_keep.delay=3"),
 )
-"""A mean has as long as that of one of four fragments, and a quarter of the link is its own: it
-waits for no single slow step."""
+"""Three are under way together, so that nobody waits for a single slow step."""
 VARIANTS = {
     variant(base, name, override): base
     for name, override, bases in (
