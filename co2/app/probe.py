@@ -50,7 +50,10 @@ _SMALLEST, _GROWTH = 4096, 4
 """Bytes of the first collective, and how many times larger the next one is."""
 _WARM_UP = 3
 """Steps that allocate and compile, and count for nothing."""
-_ROUNDS = 50
+_ROUNDS = 48
+"""So many are simulated: DES-LOC sends the moments in every third and sixth."""
+_TENTH = 0.1
+"""Of a round may be waiting, under a method that waits in each."""
 FRAGMENTS = (12, 4)
 """Numbers of fragments that are considered. Means are a quarter of a round late either way; of 12
 three are under way together, so that nobody waits for a single slow step."""
@@ -91,6 +94,9 @@ class Measured:
     gather: Curve
     slowed: float = 1.0
     """Factor on the seconds of a collective beside which steps are computed."""
+    uneven: float = 0.0
+    """Share of the seconds of τ steps that the workers wait for the slowest, on average, where all
+    wait for it at their end."""
 
     def beside_steps(self) -> "Measured":
         """The same workers, with collectives as they are while steps are computed."""
@@ -147,6 +153,7 @@ def forecast(
     comm_s = found.whole_s(bucket_bytes)
     if entry.exchange == "gather":
         comm_s = found.gather.at(entry.share * found.vector_bytes)
+    comm_s *= statistics.mean(entry.vectors_in(n + 1, False) for n in range(_ROUNDS))
     length = tau if entry.rounds else 1
     # A step is slower as long as a mean is under way beside it.
     beside = min(1.0, comm_s / (length * found.step_s)) if overlapped else 0.0
@@ -165,15 +172,18 @@ def forecast(
     )
     hides = None
     if entry.rounds:
-        share = None if overlapped else getattr(config, "comm_share", None)
+        share = None if overlapped else getattr(config, "comm_share", _TENTH)
         best = choose(found.beside_s if overlapped else found.step_s, comm_s, share)
         enough = choose(found.step_s, comm_s, share) < CHOICES[-1] or best < CHOICES[-1]
         hides = best if enough else None
+    share = figures.exposed_share
+    if not overlapped:
+        share += found.uneven * (1 - share)
     return Forecast(
         method,
         tau if entry.rounds else None,
         fragments,
-        figures.exposed_share,
+        share,
         hides,
         figures.bytes_per_step,
     )
@@ -196,7 +206,7 @@ def best_forecast(found: Measured, method: str, tau: int, bucket_bytes: int) -> 
     return whole
 
 
-def measure(session: Session, seconds: float, step_s: float | None) -> Measured:
+def measure(session: Session, seconds: float, step_s: float | None, tau: int) -> Measured:
     """Measure for about so many seconds. Collective of all workers.
 
     Args:
@@ -206,12 +216,16 @@ def measure(session: Session, seconds: float, step_s: float | None) -> Measured:
     mesh, comm = run.mesh, run.config.comm
     trained = [p for p in session.module.parameters() if p.requires_grad]
     numel = sum(local(param.detach()).numel() for param in trained)
+    slowest, uneven = step_s or 0.0, 0.0
     if step_s is None:
-        _slowest(session, _WARM_UP)
+        _steps_s(session, _WARM_UP)
+        one_s = max(gathered(_steps_s(session, 1), run.control))
         # All make as many steps: the workers of a replica wait for each other in each.
-        slowest = _slowest(session, max(1, int(seconds / 3 / _slowest(session, 1))))
-    else:
-        slowest = step_s
+        length = max(1, min(tau, int(seconds / 12 / one_s)))
+        times = max(1, int(seconds / 4 / (length * one_s)))
+        rounds = [gathered(_steps_s(session, length), run.control) for _ in range(times)]
+        slowest = statistics.median(max(one) for one in rounds) / length
+        uneven = statistics.median(1 - statistics.mean(one) / max(one) for one in rounds)
     most = min(numel * 4, max(_SMALLEST, int(comm.bucket_mb * 2**20)))
     mean = BackgroundMean(max(1, most // 4), mesh, comm, device=mesh.device)
     vector_bytes = numel * mean.buffer.element_size()
@@ -223,48 +237,50 @@ def measure(session: Session, seconds: float, step_s: float | None) -> Measured:
         into = part.new_empty(mesh.num_replicas * len(part))
         dist.all_gather_into_tensor(into, part, group=mean.group)
 
-    means = _curve(session, mean, reduced, seconds / 3)
-    gathers = _curve(session, mean, received, seconds / 6)
-    found = Measured(mesh.num_replicas, slowest, slowest, vector_bytes, means, gathers)
+    means = _curve(session, mean, reduced, seconds / 4)
+    gathers = _curve(session, mean, received, seconds / 8)
+    found = Measured(
+        mesh.num_replicas, slowest, slowest, vector_bytes, means, gathers, uneven=uneven
+    )
     if step_s is None:
-        found = _beside(session, mean, found, seconds / 6)
+        found = _beside(session, mean, found, 3 / 8 * seconds)
     mean.close()
     return found
 
 
 def _beside(session: Session, mean: BackgroundMean, found: Measured, seconds: float) -> Measured:
     """Measure for about so many seconds what steps and a mean cost each other. Collective."""
-    alone_s = found.mean.seconds[-1]
-    steps = int(min(alone_s, seconds) / found.step_s)
+    alone_s, control = found.mean.seconds[-1], session.run.control
+    steps = int(min(alone_s, seconds / 4) / found.step_s)
     if steps == 0 or found.replicas == 1:
         return found
-    step_s, slowed = [], []
-    for _ in range(min(3, max(1, int(seconds / alone_s)))):
+    slower, slowed = [], []
+    for _ in range(min(5, max(2, int(seconds / 2 / alone_s)))):
+        # In turn, because a machine that others use is quick at one time and slow at another.
+        steps_s = max(gathered(_steps_s(session, steps), control))
         before = mean.totals()
         mean.start()
-        step_s.append(_slowest(session, steps))
+        own_s = _steps_s(session, steps)
         mean.wait()
         session.catch_up()
         passed = mean.totals()
-        # What was left when the steps had ended went on alone.
-        left_s = passed.exposed_s - before.exposed_s
-        factor = (passed.comm_s - before.comm_s - left_s) / max(1e-9, alone_s - left_s)
+        slower.append(max(gathered(own_s, control)) / steps_s)
+        # What was left when the steps had ended went on alone. Who joined last waited for nobody.
+        comm_s = min(gathered(passed.comm_s - before.comm_s, control))
+        left_s = min(gathered(passed.exposed_s - before.exposed_s, control))
+        factor = (comm_s - left_s) / max(1e-9, alone_s - left_s)
         # Where next to nothing was sent beside the steps, nothing is known.
         slowed.append(factor if left_s < alone_s / 2 else 1.0)
-    beside_s = max(found.step_s, statistics.median(step_s))
-    factor = max(gathered(statistics.median(slowed), session.run.control))
-    return replace(found, beside_s=beside_s, slowed=max(1.0, factor))
+    beside_s = found.step_s * max(1.0, statistics.median(slower))
+    return replace(found, beside_s=beside_s, slowed=max(1.0, statistics.median(slowed)))
 
 
-def _slowest(session: Session, steps: int) -> float:
-    """Train alone for so many steps, and return the seconds of one on the slowest worker, a median.
-    Collective."""
-    found = []
-    for _ in range(steps):
-        begun = time.perf_counter()
+def _steps_s(session: Session, number: int) -> float:
+    """Train alone for so many steps, and return the seconds that all of them took."""
+    begun = time.perf_counter()
+    for _ in range(number):
         _step(session)
-        found.append(time.perf_counter() - begun)
-    return max(gathered(statistics.median(found), session.run.control))
+    return time.perf_counter() - begun
 
 
 def _step(session: Session) -> None:
@@ -339,6 +355,8 @@ def report(found: Measured, tau: int, bucket_bytes: int, overrides: Sequence[str
     lines = [
         f"a step: {found.step_s:.3g} s, and {beside:.0%} more beside a mean, which takes "
         f"{found.slowed - 1:.0%} more beside steps",
+        f"who waits for the slowest replica after {tau} steps waits {found.uneven:.1%} as long, "
+        "on average",
         f"a mean of {found.vector_bytes / 1e6:.3g} MB over {found.replicas} replicas: "
         f"{whole_s:.3g} s, {whole_s / found.step_s:.3g} steps; the smallest one "
         f"{found.mean.seconds[0] * 1e3:.3g} ms",
@@ -390,7 +408,7 @@ def _work(
         alone = LocalSGD(LocalSGD.Config(tau=1_000_000_000), config.comm)
         run = Run.open(config, task, alone, mesh, UNKNOWN)
         with run, closing(build(run)) as session:
-            found = measure(session, seconds, step_s)
+            found = measure(session, seconds, step_s, tau)
             alone.flush()
         if mesh.worker == 0:
             bucket = max(1, int(config.comm.bucket_mb * 2**20))

@@ -1,5 +1,6 @@
 """`co2 probe`: what workers measure, and what follows from it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,7 @@ def test_more_bytes_take_no_less_time() -> None:
         ("co2", 3, 3 / 6, 12),
         ("co2_keep", 6, 0.0, 12),
         ("acco", 12, 5 / 6, None),
+        ("desloc", 12, 9 / 21, 96),  # 9 s a round: moments are sent in each third and sixth
     ],
 )
 def test_waiting_by_hand(method: str, tau: int, share: float, hides: int | None) -> None:
@@ -64,6 +66,14 @@ def test_steps_that_slow_the_mean() -> None:
     assert forecast(found, "co2", 6, 4 * NUMEL).share == pytest.approx(6 / 12)
     assert forecast(found, "co2", 12, 4 * NUMEL).hides == 24
     assert forecast(found, "local_sgd", 3, 4 * NUMEL).share == pytest.approx(6 / 9)
+
+
+def test_who_waits_for_all_waits_for_the_slowest() -> None:
+    """Of a round of τ = 3, three seconds on the slowest worker, the others wait a fifth on average.
+    An overlapped mean has time for it."""
+    found = replace(FOUND, uneven=0.2)
+    assert forecast(found, "local_sgd", 3, 4 * NUMEL).share == pytest.approx((6 + 0.6) / 9)
+    assert forecast(found, "co2", 12, 4 * NUMEL).share == 0
 
 
 def test_where_no_round_is_long_enough() -> None:
@@ -103,7 +113,8 @@ def test_parts_of_a_vector_share_the_link() -> None:
 def test_every_method_is_told_with_the_command_that_starts_it() -> None:
     lines = report(FOUND, 12, 4 * NUMEL, ["task=gpt2", "launch.workers=4"]).splitlines()
     assert lines[0] == "a step: 1 s, and 0% more beside a mean, which takes 0% more beside steps"
-    assert lines[1].startswith("a mean of 4 MB over 4 replicas: 6 s, 6 steps; ")
+    assert lines[1].startswith("who waits for the slowest replica after 12 steps waits 0.0% as ")
+    assert lines[2].startswith("a mean of 4 MB over 4 replicas: 6 s, 6 steps; ")
     rows = [[cell.strip() for cell in line.split("|")] for line in lines if line[:2] == "| "][1:]
     assert {row[1] for row in rows} == ENTRIES.keys() - {LIMIT}
     waits = [float(row[3].rstrip("%")) for row in rows]
@@ -132,6 +143,7 @@ def test_what_workers_measure(workers: Pool, tmp_path: Path, size: int) -> None:
     """Nothing is left behind. The workers of a replica make as many steps as each other."""
     found, *_ = workers.run(_measured, 2 * size, str(tmp_path), size)
     assert found.replicas == 2 and 0 < found.step_s <= found.beside_s and found.slowed >= 1
+    assert 0 <= found.uneven < 1
     with torch.device("meta"):
         model = train.APP.make_task(configured(runs=tmp_path)).model()
     assert found.vector_bytes == sum(param.nbytes for param in model.parameters())
