@@ -11,6 +11,7 @@ consensus. DDP's default would send those of replica 0 before every forward pass
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -20,7 +21,7 @@ from co2.comm.clocks import CommTotals
 from co2.comm.collectives import check_reduced, data_parallel, local
 from co2.comm.gradient_mean import GradientMean
 from co2.config import Precision
-from co2.errors import WrongCall
+from co2.errors import WrongCall, require
 from co2.limits import Limited
 from co2.methods.base import HOST, Method
 
@@ -47,7 +48,16 @@ class AllReduce(Method):
         self.ddp: DistributedDataParallel | None = None
         self.experts: GradientMean | None = None
         """What averages gradients that DDP leaves alone; None where it leaves none."""
-        self.sharded = any(local(p) is not p for p in self.model.parameters())
+        of_all = self.mesh.num_workers
+        cut: list[Any] = [p for p in self.model.parameters() if local(p) is not p]
+        self.sharded = bool(cut)
+        workers = min((p.device_mesh.size() for p in cut), default=of_all)
+        require(
+            workers == of_all,
+            "model",
+            f"sharded over {workers} of {of_all} workers",
+            "nobody averages over the others; give fully_shard a two-dimensional mesh of all",
+        )
         if self.mesh.num_workers == 1 or self.sharded:
             return self.model
         self.ddp = ddp = data_parallel(self.model, self.comm)

@@ -458,6 +458,16 @@ def test_a_single_number_is_refused() -> None:
         Replica(MeshConfig(2, Strategy.zero3), co2.Mesh.world(2), False).shard(net)
 
 
+@replicas(4)
+def test_gradients_that_nobody_averages_are_refused() -> None:
+    """A loop of one's own has sharded each replica alone, as other methods want it."""
+    mesh, net = co2.Mesh.world(2), Net()
+    Replica(MeshConfig(2, Strategy.zero3), mesh, across=False).shard(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(co2.ConfigError, match=r"^model=sharded over 2 of 4 workers: nobody aver"):
+        co2.AllReduce().prepare(net, optimizer, mesh)
+
+
 @replicas(2)
 @pytest.mark.parametrize("strategy", [Strategy.zero2, Strategy.zero3])
 def test_bf16_weights_travel_as_autocast_casts_them(strategy: Strategy) -> None:
