@@ -225,6 +225,7 @@ class BackgroundMean:
         if self.in_flight:
             self.buffer.copy_(state["buffer"])
         self.is_equal = state.get("equal", False)  # an older version may have saved it
+        self.totals()  # what was not counted yet is of the training that is left
         self._comm_s, self._exposed_s = state["comm_s"], state["exposed_s"]
         self._bytes_sent = state["bytes_sent"]
 

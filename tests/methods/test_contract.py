@@ -340,19 +340,21 @@ def is_telling_resume(one: tuple[Case, int]) -> bool:
 @replicas()
 @pytest.mark.parametrize(("case", "world"), grid(RESUMED_ON, is_telling_resume), ids=str)
 def test_resume_at_every_step(rank: int, world: int, case: Case) -> None:
-    """Bit for bit as never having stopped, and so is what a consensus shows there."""
+    """Bit for bit as never having stopped, and so is what a consensus shows there; in a session of
+    its own, and in one that goes back from elsewhere."""
 
     def new(seed: int = rank) -> Session:
         return Session(rank, *case, inner(case[0], "adamw"), seed=seed, total=STEPS)
 
     expected = new().train(4 * TAU).state()
-    first, saves = new(), []
+    first = again = new()
+    saves = []
     for _ in range(3 * TAU):
         first.step()
         saves.append((first.save(), copy.deepcopy(first.method.state_dict()), first.shown()))
     assert_same(first.train(TAU).state(), expected)  # neither saving nor looking is a disturbance
     for step, (saved, state, shown) in enumerate(saves, start=1):
-        again = new(seed=rank + 50)  # whatever is not loaded shows
+        again = new(seed=rank + 50) if step % 2 else again.train(1)  # what is not loaded shows
         again.load(saved, step)
         assert_same(again.method.state_dict(), state)
         assert_same(again.shown(), shown)
