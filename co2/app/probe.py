@@ -194,6 +194,14 @@ def _delay(tau: int) -> int:
     return -(-tau // 4)
 
 
+def _cut(method: str, fragments: int, tau: int) -> list[str]:
+    """The overrides of so many fragments, where the method's defaults are others."""
+    if fragments > 1:
+        return [f"{method}.fragments={fragments}", f"{method}.delay={_delay(tau)}"]
+    default = getattr(METHODS[method].Config(), "fragments", 1)
+    return [] if default == 1 else [f"{method}.fragments=1", f"{method}.delay=null"]
+
+
 def best_forecast(found: Measured, method: str, tau: int, bucket_bytes: int) -> Forecast:
     """The forecast with as many fragments as wait little longer than the whole model: each has its
     own latency, and a quarter of the round for its mean."""
@@ -332,11 +340,11 @@ def report(found: Measured, tau: int, bucket_bytes: int, overrides: Sequence[str
     rows = []
     for one in ahead:
         length = one.hides or one.tau
-        own = [f"{one.method}.tau={length}"] if one.tau is not None else []
-        if length is not None and min(one.fragments, length) > 1:
-            own += [
-                f"{one.method}.fragments={min(one.fragments, length)}",
-                f"{one.method}.delay={_delay(length)}",
+        own = []
+        if length is not None:
+            own = [
+                f"{one.method}.tau={length}",
+                *_cut(one.method, min(one.fragments, length), length),
             ]
         rows.append(
             (

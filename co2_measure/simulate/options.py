@@ -64,6 +64,8 @@ class Options:
         shortest = min(self.taus)
         hint = f"must be at most --tau, which is {shortest}"
         require(self.fragments <= shortest, "--fragments", self.fragments, hint)
+        alone = args.delay is not None and self.fragments == 1
+        require(not alone, "--delay", args.delay, "is of a fragment's mean; give --fragments, too")
         self.delay = None if args.delay is None else whole("--delay", args.delay, shortest)
         """Of a fragment's mean, in steps."""
         self.rounds = whole("--rounds", args.rounds)

@@ -125,6 +125,16 @@ def test_every_method_is_told_with_the_command_that_starts_it() -> None:
     assert words == ["train.py", "task=gpt2", "launch.workers=4", "method=co2", "co2.tau=12"]
 
 
+@pytest.mark.parametrize("mean_s", [0.1, 6.0, 100.0])
+def test_every_command_is_one(tmp_path: Path, mean_s: float) -> None:
+    curve = Curve([4, 4 * NUMEL], [0.0, mean_s])
+    found = replace(FOUND, mean=curve, gather=curve)
+    for line in report(found, 12, 4 * NUMEL, ["task=gpt2"]).splitlines():
+        _, command, words = line.rpartition("train.py ")
+        if command:
+            configured(*words.rstrip(" |").split(), runs=tmp_path)
+
+
 def _measured(rank: int, world: int, runs: str, size: int) -> Measured:
     found: list[Measured] = []
     original = probe.report

@@ -396,6 +396,8 @@ def test_the_command_line(capsys, tmp_path):
         ("--model=gpt2-smal", "--model=gpt2-smal: did you mean gpt2-small?"),
         ("--method=onebit_adam", "--method=onebit_adam: is not simulated, because what it sends"),
         ("--method=,", "--method=,: must name"),
+        ("--fragments=13", "--fragments=13: must be at most --tau, which is 12"),
+        ("--delay=3", "--delay=3: is of a fragment's mean"),
         ("--link=0mbit", "--link=0mbit: must be a rate"),
         ("--link=1gbit@soon", "--link=1gbit@soon: must have a latency"),
         ("--step-time=nan", "--step-time=nan: must be"),
