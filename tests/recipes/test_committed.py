@@ -127,7 +127,8 @@ def test_the_list_of_experiments() -> None:
 def test_the_number_of_runs_that_a_page_tells() -> None:
     page = (ROOT / "docs" / "reproduce.md").read_text()
     table4 = RECIPES["table4"]
-    assert f"-->{len(table4.rows) * len(table4.seeds)}<!--/--> × <!--=table" in page
+    number = len(table4.rows) * len(table4.seeds)
+    assert rf"-->{number}<!--/--> × <!--=table\|plan.md\|gpt2\|GPU-days-->" in page
 
 
 def shown(page: str) -> dict[str, Cells]:
