@@ -25,7 +25,7 @@ with program.starting(__name__):
 TASKS = ("resnet50", "vit", "ade20k", "shapenet", "gpt2", "transnormer", "roberta")
 _HEAD = ("task", "parameters", "GPUs", "global batch", "steps", "memory of a GPU", "flop a step",
          "MFU", "s a step", "bound by", "exposed", "exposed, allreduce", "days",
-         "checkpoint")  # fmt: skip
+         "GPU-days", "checkpoint")  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,7 +94,7 @@ def _row(
         " ".join([task, *settings]), f"{need.held.num_parameters / 1e6:,.0f} M", need.workers,
         f"{need.global_batch:,}", f"{need.config.train.steps:,}", gb(need.num_bytes),
         f"{need.flops:.3g}", f"{found.mfu:g}", f"{found.alone_s:.3g}", found.bound_by, *exposed,
-        f"{found.days:.3g}", gb(need.held.saved_bytes),
+        f"{found.days:.3g}", f"{found.days * need.workers:.3g}", gb(need.held.saved_bytes),
     )  # fmt: skip
     return row, need.task.pace.source
 

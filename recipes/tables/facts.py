@@ -9,6 +9,7 @@ import re
 import statistics
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from pathlib import Path
 
 from scipy.stats import spearmanr
 
@@ -18,7 +19,7 @@ from recipes.recipe import Rows
 from recipes.registry import RECIPES
 from recipes.runs.cells import TrainCell
 from recipes.studies import gap, rates, rounds
-from recipes.tables import equal_steps, shares
+from recipes.tables import committed, equal_steps, shares
 from recipes.tables.entries import Entry, by_seed, compared, entries, shared_spread
 from recipes.tables.log_mean import LogMean
 
@@ -26,10 +27,11 @@ _MARKED = re.compile(r"(<!--=(.+?)-->).*?(<!--/-->)", re.DOTALL)
 
 
 class Facts:
-    """The values of one scale's rows of results/ours.csv, as sentences tell them."""
+    """The values of one scale's rows of results/ours.csv, and of tables in that folder, as
+    sentences tell them."""
 
-    def __init__(self, ours: Rows, scale: str) -> None:
-        self._ours, self._scale = ours, scale
+    def __init__(self, ours: Rows, scale: str, results: Path) -> None:
+        self._ours, self._scale, self._results = ours, scale, results
         self._entries: dict[str, list[Entry]] = {}
 
     def fill(self, text: str) -> str:
@@ -38,7 +40,7 @@ class Facts:
 
     def told(self, key: str) -> str:
         """What stands at one place, in a table with \\| for |. Raises `ConfigError` where no recipe
-        has it."""
+        or file has it."""
         kind, *words = key.replace("\\|", "|").split("|")
         try:
             return self._KINDS[kind](self, *words)
@@ -177,6 +179,11 @@ class Facts:
         made = {cell.overrides for cell in cells if isinstance(cell, TrainCell)}
         return str(sum(f"task={task}" in words for words in made))
 
+    def table(self, file: str, word: str, *words: str) -> str:
+        """What results/<file> has in a table: cells that tell a row from all others, a column."""
+        *row, column = word, *words
+        return committed.cell(self._results, file, row, column)
+
     _KINDS: Mapping[str, Callable[..., str]] = {
         "measured": measured,
         "seeds": seeds,
@@ -191,6 +198,7 @@ class Facts:
         "gap rank": gap_rank,
         "count": count,
         "runs": runs,
+        "table": table,
         "replicas": replicas,
     }
 

@@ -34,9 +34,9 @@ def begin(table: str) -> str:
 
 def fill(root: Path, ours: Path) -> None:
     """Write the tables and numbers that pages of this folder have between marks, from ours.csv at
-    scale=smoke."""
+    scale=smoke and the tables beside it."""
     rows = [row for row in measured.read(ours) if row["scale"] == SCALE]
-    told = Facts(rows, SCALE)
+    told = Facts(rows, SCALE, ours.parent)
     for page in [*root.glob("*.md"), *(root / "docs").glob("*.md")]:
         text = page.read_text()
         filled = _TABLE.sub(lambda found: _filled(found, rows), text)

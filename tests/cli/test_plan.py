@@ -297,6 +297,11 @@ def test_the_page_of_all_tasks(
     assert vit.startswith("| vit | transnormer.size=1b")
     assert page.endswith("- MFU of transnormer: " + paces.TEXT.source + "\n"), "vit has no plan"
     assert transnormer.startswith("| transnormer mesh.replica_size=2 mesh.strategy=zero2")
+    head = next(line for line in page.splitlines() if line.startswith("| task"))
+    told = dict(zip(head.split(" | "), transnormer.split(" | "), strict=True))
+    assert float(told["GPU-days"]) == pytest.approx(
+        int(told["GPUs"]) * float(told["days"]), rel=0.01
+    )
     line = refused(recipe.main, ["--gpus", "none"])
     assert line.startswith("--gpus=none: must be a whole number")
 

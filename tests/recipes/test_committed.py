@@ -69,6 +69,46 @@ def test_a_mark_of_nothing_is_refused(tmp_path: Path, mark: str) -> None:
         pages.fill(tmp_path, RESULTS / "ours.csv")
 
 
+@pytest.mark.parametrize(
+    ("mark", "line"),
+    [
+        ("plans.md|vit|days", "results has no file plans.md"),
+        ("plan.md|co3|days", "results/plan.md has no row with co3"),
+        ("plan.md|vit|1,024|days of all", "this row of results/plan.md has no column days of all"),
+        (
+            "goodput.md|co2|48|elastic",
+            "results/goodput.md has 15 such rows; name more cells of one",
+        ),
+    ],
+)
+def test_a_mark_of_no_cell_is_refused(tmp_path: Path, mark: str, line: str) -> None:
+    (tmp_path / "README.md").write_text(f"<!--=table|{mark}--><!--/-->")
+    with pytest.raises(ConfigError) as refused:
+        pages.fill(tmp_path, RESULTS / "ours.csv")
+    assert str(refused.value) == f"<!--=table={mark}: {line}"
+
+
+def test_marked_cells_of_tables() -> None:
+    """Each stands in its column of a line of the file that has the other cells, too."""
+    texts = [(ROOT / name).read_text() for name in PAGES]
+    marked = [
+        (key.replace("\\|", "|").split("|"), shown)
+        for text in texts
+        for key, shown in re.findall(r"<!--=table\\?\|(.+?)-->(.*?)<!--/-->", text)
+    ]
+    for (file, *row, column), shown in nonempty(marked):
+        found: list[str] = []
+        head: list[str] = []
+        for line in (RESULTS / file).read_text().splitlines():
+            cells = line.split(" | ")
+            cells[0] = cells[0].removeprefix("| ")
+            cells[-1] = cells[-1].removesuffix(" |")
+            head = cells if column in cells else head
+            if all(cell in cells for cell in row) and len(cells) == len(head):
+                found.append(cells[head.index(column)])
+        assert found == [shown], (file, row, column)
+
+
 def test_the_list_of_experiments() -> None:
     """It has each recipe once, with the number of its values, and names what has not run."""
     page = (ROOT / "docs" / "results.md").read_text()
@@ -87,7 +127,8 @@ def test_the_list_of_experiments() -> None:
 def test_the_number_of_runs_that_a_page_tells() -> None:
     page = (ROOT / "docs" / "reproduce.md").read_text()
     table4 = RECIPES["table4"]
-    assert f"-->{len(table4.rows) * len(table4.seeds)}<!--/--> × 32" in page
+    number = len(table4.rows) * len(table4.seeds)
+    assert rf"-->{number}<!--/--> × <!--=table\|plan.md\|gpt2\|GPU-days-->" in page
 
 
 def shown(page: str) -> dict[str, Cells]:
