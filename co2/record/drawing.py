@@ -5,36 +5,42 @@ transparent ground, which can be read on a light and on a dark page.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
+CURVES = 6
+"""A panel has at most so many curves or dots whose colours must be told apart; references are grey.
+"""
 GREY = "#7c7c7c"
 LIMIT = {"color": GREY, "linestyle": "--"}
 """The style of a line that others are compared with."""
 COMPUTE, SEND, WAIT = "#3b76b4", "#2d8a4e", "#d03030"
 """The colours of a worker that computes, of a collective, and of a worker that stands still."""
-LOOKS = {
+LOOKS: Mapping[str, tuple[str, Any]] = {
     "allreduce": ("#e0402b", "s"),
     "local_sgd": ("#b8860b", "^"),
     "slowmo": ("#8a6a3a", "D"),
     "diloco": ("#8f5fd7", "v"),
-    "noloco": ("#5f7264", "<"),
+    "noloco": ("#297662", "H"),
     "overlap_local_sgd": ("#d6449b", "P"),
     "cocod_sgd": ("#1597a5", "X"),
-    "streaming_diloco": ("#306c49", ">"),
-    "eager_diloco": ("#ce2d57", "d"),
-    "sparseloco": ("#7d7a2a", "p"),
+    "streaming_diloco": ("#777714", ">"),
+    "eager_diloco": ("#987aa1", "d"),
+    "sparseloco": ("#06a281", "p"),
     "co2": ("#2a7de1", "o"),
     "co2_keep": ("#1f9d55", "*"),
-    "co2_released": ("#4a86b8", "h"),
-    "acco": ("#c2703a", "H"),
-    "sparta": ("#5f8f2f", "8"),
-    "desloc": ("#b5566a", "x"),
-    "mt_dao": ("#c4846e", "+"),
-    "demo": ("#bb7aba", "1"),
-    "onebit_adam": ("#6b7c93", "2"),
-    "zero_one_adam": ("#a0625a", "3"),
+    "co2_released": ("#2d95dc", "h"),
+    "acco": ("#b87452", "<"),
+    "sparta": ("#819609", "8"),
+    "desloc": ("#cb5980", "x"),
+    "mt_dao": ("#2d7c06", (4, 1, 0)),
+    "demo": ("#bc72cb", (3, 1, 0)),
+    "onebit_adam": ("#50789e", (6, 1, 0)),
+    "zero_one_adam": ("#9a545b", (3, 1, 180)),
 }
-"""Method → colour and marker. Each colour has a contrast above 3 to a white and to a black page."""
+"""Method → colour and marker: a letter, or a star's number of points, 1, and its angle. Each colour
+has a contrast above 3 to a white and to a black page. Methods of a kind, which share panels, have
+colours far apart."""
 _DASHES, _HALVES = ("-", "--", ":", "-."), ("full", "bottom", "left", "top")
 LETTERS = 12
 """Points. A phone shows a figure 324 wide about as large as the page's words."""
@@ -48,12 +54,20 @@ def look(method: str, number: int = 0) -> dict[str, Any]:
     Any: keyword arguments of matplotlib's `plot`.
     """
     colour, marker = LOOKS.get(method, (GREY, "."))
-    style = {"color": colour, "marker": marker, "markersize": 7 if marker == "*" else 5}
+    star = marker == "*" or isinstance(marker, tuple)
+    style = {"color": colour, "marker": marker, "markersize": 7 if star else 5}
     if number:
         half = (number + number // 4) % 4
         style |= {"linestyle": _DASHES[number % 4], "fillstyle": _HALVES[half]}
         style |= {"markerfacecoloralt": "none"}
     return style
+
+
+def split(items: Sequence[T], room: int = CURVES) -> list[Sequence[T]]:
+    """The items of each panel: as few panels as hold them all, and about as many items in each."""
+    count = -(-len(items) // room) or 1
+    each = -(-len(items) // count)
+    return [items[at * each : (at + 1) * each] for at in range(count)]
 
 
 @contextmanager

@@ -85,15 +85,20 @@ def shares_of_limit(repeats: Iterable[Measurement], measured: Iterable[Measureme
 
 
 def draw(found: Sequence[Measurement], path: Path) -> None:
-    """Share of the limit against bandwidth: a panel for each number of workers, a line for each
+    """Share of the limit against bandwidth: panels for each number of workers, a line for each
     method through the medians over the repeats, with bars from the least to the most."""
     shares = {key: shares_of_limit(repeats, found) for key, repeats in grouped(found).items()}
     shares = {key: own for key, own in shares.items() if own and key[2] != LIMIT}
     rates = sorted({rate for _, rate, _ in shares}, key=lambda rate: float(rate.replace(*_NO_RATE)))
     counts = sorted({workers for workers, _, _ in shares})
-    with drawing.panels(path, [f"{workers} workers" for workers in counts]) as axes:
-        for axis, workers in zip(axes, counts, strict=True):
-            methods = dict.fromkeys(method for count, _, method in shares if count == workers)
+    known = dict.fromkeys((workers, method) for workers, _, method in shares)
+    parts = [
+        (workers, methods)
+        for workers in counts
+        for methods in drawing.split([method for count, method in known if count == workers])
+    ]
+    with drawing.panels(path, [f"{workers} workers" for workers, _ in parts]) as axes:
+        for axis, (workers, methods) in zip(axes, parts, strict=True):
             for number, method in enumerate(methods):
                 places = [
                     (at, shares.get((workers, rate, method))) for at, rate in enumerate(rates)

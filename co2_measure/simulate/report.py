@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from co2.errors import ConfigError, require
 from co2.record import drawing
@@ -100,7 +101,8 @@ class Report:
             self._draw(figure)
 
     def _draw(self, name: str) -> None:
-        """The panels side by side, in the format of the file's ending. The first has the legend."""
+        """The panels below each other, in the format of the file's ending. One with too many lines
+        is several."""
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
@@ -110,17 +112,26 @@ class Report:
         known = sorted(FigureCanvasAgg(Figure()).get_supported_filetypes())
         hint = f"must end in one of {', '.join(known)}"
         require(Path(name).suffix.lstrip(".") in known, "--figure", name, hint)
-        titles = [self.title, *[""] * (len(self.panels) - 1)]
+        parts = [
+            (panel, part)
+            for panel in self.panels
+            for part in drawing.split(list(panel.apart().items()))
+        ]
+        titles = [self.title, *[""] * (len(parts) - 1)]
         with (
             _writing("--figure", name) as path,
             drawing.panels(path, titles, (6.5, 3.8), alike=False) as axes,
         ):
-            for axis, panel in zip(axes, self.panels, strict=True):
-                methods: list[str] = []
-                for (method, label), line in panel.apart().items():
-                    style = drawing.look(method, methods.count(method))
+            first: dict[str, Any] = {}
+            methods: dict[str, list[str]] = {}
+            for axis, (panel, lines) in zip(axes, parts, strict=True):
+                if first.setdefault(panel.text, axis) is not axis:
+                    axis.sharey(first[panel.text])
+                drawn = methods.setdefault(panel.text, [])
+                for (method, label), line in lines:
+                    style = drawing.look(method, drawn.count(method))
                     axis.plot(list(line), list(line.values()), label=label, **style)
-                    methods.append(method)
+                    drawn.append(method)
                 axis.set_xscale("log", base=2)
                 axis.set_yscale(panel.scale)
                 axis.xaxis.set_major_formatter("{x:,.0f}")

@@ -13,7 +13,7 @@ tune gpt2` has found; the laboratory's is the larger one of co2_measure/lab/trai
 settings but for 1-bit Adam and 0/1 Adam, which freeze v early, because its trainings have 60 steps.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from recipes.recipe import Column, Recipe, Row, Rows
@@ -95,33 +95,35 @@ def loss(task: str) -> str:
 
 
 def draw(ours: Rows, stem: Path) -> Iterator[Path]:
-    """Draw throughput to the right and loss upwards, a panel for each task and rate."""
+    """Draw throughput to the right and loss upwards, a figure for each task and rate."""
     found = {(e.column.name, e.row.name): e for e in entries(RECIPE, ours, "smoke")}
     for task in TASKS:
         for rate in RATES:
             names = (share(task, rate), loss(task))
-            both = [
-                (row, [found[name, row.name] for name in names])
+            both = {
+                row: [found[name, row.name] for name in names]
                 for row in EVERY_METHOD
                 if all((name, row.name) in found for name in names)
-            ]
-            known = [line for line in both if all(entry.values for entry in line[1])]
+            }
+            known = {row: own for row, own in both.items() if all(entry.values for entry in own)}
             if known:
                 path = figures.beside(stem, task, rate)
-                _panel(known, path, f"{task}, {rate} Mbit/s")
+                _figure(known, path, f"{task}, {rate} Mbit/s")
                 yield path
 
 
-def _panel(points: Sequence[tuple[Row, list[Entry]]], path: Path, title: str) -> None:
+def _figure(dots: Mapping[Row, Sequence[Entry]], path: Path, title: str) -> None:
     """A dot for each method, with standard deviations."""
-    looks = figures.styles(row for row, _ in points)
-    with figures.panel(path, title) as axis:
-        for row, (throughput, final) in points:
-            style = looks[row.name] | {"linestyle": "none", "elinewidth": 1}
-            axis.errorbar(throughput.mean, final.mean, final.spread, throughput.spread, **style)
-        axis.set_xlim(0, 125)
-        axis.set_xlabel("throughput, % of that\nwithout communication")
-        axis.set_ylabel("validation loss")
+    looks = figures.styles(dots)
+    with figures.panels(path, title, list(dots)) as parts:
+        for axis, rows in parts:
+            for row in rows:
+                throughput, final = dots[row]
+                style = looks[row.name] | {"linestyle": "none", "elinewidth": 1}
+                axis.errorbar(throughput.mean, final.mean, final.spread, throughput.spread, **style)
+            axis.set_xlim(0, 125)
+            axis.set_xlabel("throughput, % of that\nwithout communication")
+            axis.set_ylabel("validation loss")
 
 
 RECIPE = Recipe(

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from co2.catalogue import CATALOGUE
+from co2.config import Blocking
 from co2.record import drawing
 from recipes.recipe import Recipe, Row, Rows
 from recipes.tables.log_mean import LogMean
 
 _MARKED = 0.1
 """Markers of a curve are this share of the panel's diagonal apart, or as far as evaluations are."""
-_MOST = 6
-"""Curves in a panel."""
 
 
 def curves(recipe: Recipe, evals: Rows, stem: Path) -> Iterator[Path]:
@@ -79,11 +79,27 @@ def styles(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     seen: dict[str, int] = {}
     for row in rows:
-        method = row.overrides[0].removeprefix("method=")
+        method = _method(row)
         number = seen[method] = seen.get(method, -1) + 1
         own = drawing.LIMIT if row.limit else drawing.look(method, number)
         found[row.name] = {**own, "label": row.name}
     return found
+
+
+def _method(row: Row) -> str:
+    return row.overrides[0].removeprefix("method=")
+
+
+def kind(row: Row) -> str:
+    """The kind of a row's method by what the catalogue declares, as the title of a panel."""
+    entry = CATALOGUE.get(_method(row))
+    if entry is None:
+        return "others"
+    if entry.share < 1:
+        return "send a few values or bits"
+    if entry.blocking is Blocking.beyond_delay:
+        return "compute while they exchange"
+    return "wait for each exchange"
 
 
 def lines(axis: Any, found: Mapping[Row, Mapping[Any, Sequence[float]]]) -> None:
@@ -122,14 +138,24 @@ def panels(
     path: Path, title: str, rows: Sequence[Row]
 ) -> Iterator[Sequence[tuple[Any, Sequence[Row]]]]:
     """As many panels below each other as these rows need, each with its rows. The first row and
-    limits are in every panel. Any: axes of matplotlib."""
+    limits are in every panel.
+
+    Where one panel cannot hold all rows, and their methods are of more than two kinds, each kind
+    has panels of its own, with its name. Any: axes of matplotlib.
+    """
     always = [row for row in rows if row is rows[0] or row.limit]
     others = [row for row in rows if row not in always]
-    count = -(-len(others) // (_MOST - len(always))) or 1
-    each = -(-len(others) // count)
-    parts = [[*always, *others[at * each : (at + 1) * each]] for at in range(count)]
-    with drawing.panels(path, [title, *[""] * (count - 1)]) as axes:
-        yield list(zip(axes, parts, strict=True))
+    room = drawing.CURVES - len(always)
+    kinds: dict[str, list[Row]] = {}
+    for row in others:
+        kinds.setdefault(kind(row), []).append(row)
+    if len(others) <= room or len(kinds) <= 2:
+        kinds = {"": others}
+    parts = [(name, part) for name, own in kinds.items() for part in drawing.split(own, room)]
+    names = [name for name, _ in parts]
+    names[0] = f"{title}\n{names[0]}".rstrip()
+    with drawing.panels(path, names) as axes:
+        yield [(axis, [*always, *part]) for axis, (_, part) in zip(axes, parts, strict=True)]
 
 
 @contextmanager

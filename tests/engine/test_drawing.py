@@ -1,5 +1,6 @@
 """Figures: how methods look in all of them, what a panel holds, and spans and cells read again."""
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -9,12 +10,17 @@ from matplotlib.figure import Figure
 
 from co2.catalogue import CATALOGUE
 from co2.record import drawing
+from co2_measure.lab import report
 from co2_measure.lab.measurement import read_csv, write_csv
-from co2_measure.simulate.report import Panel
+from co2_measure.lab.trial import LIMIT
+from co2_measure.simulate.report import Panel, Report
 from recipes.paper import figure1
 from recipes.recipe import Row
 from recipes.tables import figures
+from recipes.tables.methods import EVERY_METHOD
 from tests.cli.harness import ROOT
+from tests.grids import nonempty
+from tests.legends import coloured, legends
 
 PAGES = ("#ffffff", "#0d1117")
 """A white and a black page."""
@@ -43,6 +49,11 @@ def test_every_method_has_a_look_of_its_own() -> None:
         assert min(contrast(colour, page) for page in PAGES) > 3, colour
     first = [drawing.LOOKS[name][0] for name in ("allreduce", "co2", "co2_keep")]
     assert min(apart(*two) for two in combinations(first, 2)) > 0.4
+    allreduce, *others = EVERY_METHOD
+    for one, other in combinations(others, 2):
+        if figures.kind(one) == figures.kind(other):
+            three = [drawing.LOOKS[row.name][0] for row in (allreduce, one, other)]
+            assert min(apart(*two) for two in combinations(three, 2)) > 0.26, (one, other)
 
 
 def test_variants_of_a_method_have_its_colour_and_dashes_of_their_own() -> None:
@@ -64,6 +75,43 @@ def test_a_panel_has_six_curves_at_most(tmp_path: Path, count: int) -> None:
     assert all(own[0] is rows[0] and len(own) <= 6 for own in shown)
     assert [row for own in shown for row in own[1:]] == rows[1:]
     assert all(f">{row.name}<" in path.read_text() for row in rows)
+
+
+def test_many_methods_have_panels_for_each_kind(tmp_path: Path) -> None:
+    path = tmp_path / "a.svg"
+    with figures.panels(path, "title", EVERY_METHOD) as parts:
+        shown = [([row.name for row in own], axis.get_title()) for axis, own in parts]
+    assert all(own[0] == "allreduce" and len(own) <= 6 for own, _ in shown)
+    assert sorted(name for own, _ in shown for name in own[1:]) == sorted([*CATALOGUE][1:])
+    for own, title in shown:
+        assert {figures.kind(row) for row in EVERY_METHOD if row.name in own[1:]} == {
+            title.removeprefix("title\n")
+        }
+    assert shown[0][1].startswith("title\n")
+
+
+def test_other_figures_split_their_panels_too(tmp_path: Path) -> None:
+    simulated = Panel("per second")
+    for number, name in enumerate(CATALOGUE):
+        simulated.add(name, name, 8, 2.0**number)
+    Report("title", "", [], [], [], [simulated]).save("", None, None, str(tmp_path / "a.svg"))
+    cells = read_csv(ROOT / "results" / "lab" / "cells.csv")
+    others = [replace(one, method=f"{one.method} {n}") for one in cells for n in range(2)]
+    limits = [one for one in cells if one.method == LIMIT]
+    report.draw([*others, *limits], tmp_path / "b.svg")
+    for name, count in (("a", len(CATALOGUE)), ("b", len({one.method for one in others}))):
+        found = legends(tmp_path / f"{name}.svg")
+        assert all(1 < len(entries) <= 7 for entries in found)
+        words = {word for entries in found for word in entries} - {"no communication"}
+        assert len(words) == count > 6
+
+
+def test_a_reader_can_tell_apart_what_committed_figures_show() -> None:
+    paths = [*(ROOT / "results").glob("*.svg"), *(ROOT / "results" / "lab").glob("*.svg")]
+    for path in nonempty([*paths, *(ROOT / "results" / "figures").glob("*.svg")]):
+        for entries in nonempty(legends(path)):
+            assert len(coloured(entries)) <= drawing.CURVES, path
+            assert len(set(entries.values())) == len(entries), path
 
 
 def test_extrapolated_points_are_hollow() -> None:

@@ -10,6 +10,7 @@ from statistics import fmean, stdev
 import pytest
 
 from co2.errors import ConfigError
+from co2.record import drawing
 from co2.record.table import read_csv
 from co2_measure.simulate.paper import PAPER as SCALING
 from recipes.recipe import Column, Recipe
@@ -21,6 +22,7 @@ from recipes.tables.render import render
 from recipes.tuning import tune
 from tests.cli.harness import ROOT
 from tests.grids import nonempty
+from tests.legends import coloured, legends
 
 RESULTS = ROOT / "results"
 PAGES = ("README.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
@@ -196,6 +198,13 @@ def test_figures_of_the_pages_are_drawn(again: Path) -> None:
     drawn = {path.name for path in (again / "results" / "figures").iterdir()}
     assert drawn >= set(committed)
     assert (again / "results" / "report.html").read_text().count("<svg") >= len(drawn)
+
+
+def test_no_panel_has_more_curves_than_a_reader_can_tell_apart(again: Path) -> None:
+    for path in nonempty((again / "results" / "figures").iterdir()):
+        for entries in nonempty(legends(path)):
+            assert len(coloured(entries)) <= drawing.CURVES, path
+            assert len(set(entries.values())) == len(entries), path
 
 
 @pytest.mark.parametrize("scale", ["gpu", "node", "paper"])
