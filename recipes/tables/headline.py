@@ -216,11 +216,11 @@ def at_first(ours: Rows, scale: str) -> Table:
     at = [list(whole.head).index(head) for head in FIRST_COLUMNS]
     rows = {str(row[0]): [row[place] for place in at] for row in whole.rows}
     text = (
-        "GPT-2 of 0.19 M parameters (waits and speed: of 1.3 M); ViT on "
-        f"{DATA['ViT'].partition(', ')[2]}. Steps, net time (steps at {BUDGET} rounds divided by "
-        "the kept speed) and time to the loss are multiples of AllReduce's; the unit of both times "
-        "is AllReduce's without a slow network. Points: AllReduce's accuracy, and differences to "
-        "it. [Brackets, stars](docs/results.md#cost-and-benefit)."
+        "GPT-2, two workers: steps to AllReduce's loss, of 0.19 M parameters; waits and speed, of "
+        f"1.3 M. Net time combines both: steps at {BUDGET} rounds, divided by the kept speed. Of "
+        "steps and times 1 is AllReduce's where the network costs nothing. ViT on "
+        f"{DATA['ViT'].partition(', ')[2]}: AllReduce's accuracy in percent, and points above it. "
+        "[Brackets, stars](docs/results.md#cost-and-benefit)."
     )
     lines = [rows[name] for name in FIRST_ROWS if name in rows]
     return Table(FIRST_COLUMNS, lines, title="Cost and benefit", text=text)
