@@ -297,6 +297,11 @@ def test_two_replicas_of_two_workers(workers, kind):
         assert max(sent) < 0.6 * whole
 
 
+@pytest.mark.parametrize("kind", [kind for kind in SETTINGS if kind not in WHOLE])
+def test_workers_of_a_replica_count_as_one(workers, kind):
+    compare(workers, kind, [Strategy.ddp], optimizer="adamw" if kind in NEED_ADAM else "sgd")
+
+
 IN_A_LOOP: list[dict[str, Any]] = [{"accumulate": 2}, {"recompute": True}, {"clip_norm": 0.5}]
 CUT, EXPERTS = (Strategy.zero2, Strategy.zero3), (Strategy.ep,)
 OTHERS: list[tuple[str, tuple[Strategy, ...], dict[str, Any]]] = [
