@@ -95,6 +95,8 @@ def test_every_published_recipe_has_a_plan(task: str) -> None:
     found = course(need, PLACE)
     assert found.own and found.allreduce
     assert found.own.exposed_s <= found.allreduce.exposed_s
+    for name, figures in (("this method", found.own), ("allreduce", found.allreduce)):
+        assert told[f"exposed, {name}"].startswith(f"{figures.exposed_s:.3g} s a step, ")
     assert found.compute_s == need.flops / gpus / (0.4 * 312e12)
     assert found.days == pytest.approx(found.own.step_s * need.config.train.steps / 86_400)
 

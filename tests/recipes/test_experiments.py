@@ -13,7 +13,7 @@ from co2.config import Optimizer, Validation
 from co2.errors import DIVERGED, ConfigError
 from co2.record.folder import run_folder
 from recipes.faults import goodput
-from recipes.paper import table4, tau_sweep
+from recipes.paper import scaling, table3, table4, tau_sweep
 from recipes.recipe import Recipe, Row
 from recipes.runs import cells, functions, measured
 from recipes.runs.cells import TrainCell, composed_config, own_words, run
@@ -25,6 +25,7 @@ from recipes.studies import digits, fashion, field, gap, glue, rates, rounds, ti
 from recipes.tables.methods import STEADY_GAP
 from recipes.tuning.tuning import TUNING_SEED, TunedRecipe
 from tests.cli.harness import TOY, assert_same_run, cli
+from tests.grids import nonempty
 from tests.recipes.conftest import write_folder
 from tests.recipes.test_laboratory import write_run
 from tests.recipes.trained import trained
@@ -383,6 +384,14 @@ def test_the_best_rate_is_at_the_bottom_of_a_parabola() -> None:
     assert rates.optimum(bent) == pytest.approx(5e-3), "of the best and its neighbours alone"
     assert rates.optimum({rate: rate for rate in tried}) is None, "at the border"
     assert rates.optimum({}) is None
+
+
+def test_the_paper_s_scalability_is_beside_the_same_methods() -> None:
+    overrides = {row.name: row.overrides for row in table3.RECIPE.rows}
+    for name, row in nonempty(table3.BESIDE.items()):
+        method, tau = scaling.METHODS[name]
+        longer = () if tau in (1, 12) else (f"{method}.tau={tau}",)
+        assert overrides[row] == (f"method={method}", *longer), name
 
 
 def test_a_tau_has_the_rate_of_the_nearest_that_was_tuned(place: Path) -> None:
