@@ -1,7 +1,10 @@
 """Who makes how many steps of a round, from how long each replica needs for one."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from co2.config import OptimConfig, Optimizer, TrainConfig
 from co2.elastic.members import Members
 from co2.elastic.quorum import Quorum, steps_of
 from tasks.shared.optimizer import make_optimizer
+from tests.cli.harness import metrics, pooled
+from tests.workers import Pool
 
 TAU = 6
 
@@ -150,6 +155,20 @@ def test_without_gradients_an_optimizer_does_nothing(name: Optimizer) -> None:
     optimizer.step()
     for then, now in zip(before, (*model.parameters(), *inner(optimizer)), strict=True):
         assert torch.equal(then, now)
+
+
+@contextmanager
+def made_until(last: int) -> Iterator[None]:
+    """Setup: the replica passes over all steps from this one on."""
+    with patch.object(Quorum, "makes", lambda _, step: step < last):
+        yield
+
+
+def test_steps_that_are_passed_over_move_nothing(workers: Pool, tmp_path: Path) -> None:
+    words = ("method=allreduce", "train.steps=8", "train.eval_every=1")
+    run = pooled(workers, 1, *words, runs=tmp_path, setup=made_until, setup_arguments=(5,))
+    losses = [line["loss"] for line in metrics(run.folder, "eval")]
+    assert len(set(losses[:5])) == 5 and set(losses[5:]) == {losses[4]}
 
 
 def inner(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
