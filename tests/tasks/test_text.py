@@ -1,7 +1,6 @@
 """Text: which files validate and what is refused; tokenizer, cache and windows."""
 
 import json
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -130,15 +129,6 @@ def test_windows_predict_every_token_but_the_first_once() -> None:
     assert apart.flatten().tolist() == list(range(100, 120))
     assert [num_windows(length, 5) for length in (5, 6)] == [0, 1]
     assert [num_windows(length, 5, overlap=0) for length in (19, 20)] == [3, 4]
-
-
-def test_unigram_entropy() -> None:
-    assert texts.unigram_entropy(np.array([0, 1, 2, 3] * 5, np.uint16)) == pytest.approx(
-        math.log(4)
-    )
-    assert texts.unigram_entropy(np.array([7] * 9, np.uint16)) == 0
-    three_to_one = 0.75 * math.log(4 / 3) + 0.25 * math.log(4)
-    assert texts.unigram_entropy(np.array([9, 9, 9, 2], np.uint16)) == pytest.approx(three_to_one)
 
 
 def changed_meta(change: Callable[[str], str]) -> Callable[[Path], object]:
