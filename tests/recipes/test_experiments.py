@@ -21,13 +21,12 @@ from recipes.runs.collect import collect
 from recipes.runs.functions import FunctionCell, FunctionColumn
 from recipes.runs.ledger import doubled_and_left_out
 from recipes.signs import zero_one_volume as volume
-from recipes.studies import digits, fashion, field, gap, glue, rates, rounds, time_to_loss
+from recipes.studies import digits, fashion, gap, glue, rates, rounds, time_to_loss
 from recipes.tables.methods import STEADY_GAP
 from recipes.tuning.tuning import TUNING_SEED, TunedRecipe
 from tests.cli.harness import TOY, assert_same_run, cli
 from tests.grids import nonempty
 from tests.recipes.conftest import write_folder
-from tests.recipes.test_laboratory import write_run
 from tests.recipes.trained import trained
 from tests.reference.signs import exchanges, refreshes
 
@@ -89,7 +88,7 @@ def test_fashion_is_chosen_and_shown_on_different_images() -> None:
     recipe = fashion.RECIPE
     trials = [cell for *_, cell in recipe.trials.cells("smoke")]
     assert len({cell.command for cell in trials}) == len(trials) == 2 * (3 * 4 + 3 * 16)
-    for cell in trials:
+    for cell in trials[::5]:  # some of each row, with both columns: composing takes time
         config = cell.config()
         assert config.data.validation is Validation.tuning
         assert config.train.batch_size * config.launch.workers == config.train.global_batch == 64
@@ -104,24 +103,12 @@ def test_fashion_is_chosen_and_shown_on_different_images() -> None:
     assert recipe.trials.columns[0].value(summary) == 12.5
 
 
-def test_the_field_counts_rounds_and_takes_shares_of_the_limit(place: Path) -> None:
+def test_the_field_counts_rounds() -> None:
     told = {"task": "gpt2", "steps": 480}
     assert cells.rounds({**told, "method": "allreduce"}) == 480
     assert cells.rounds({**told, "method": "co2"}) == 40
     assert cells.rounds({**told, "method": "streaming_diloco"}) == 80
     assert cells.rounds({**told, "method": "zero_one_adam", "rounds": 285}) == 285
-
-    where = field.share("gpt2", "20")
-    adam, limit = (
-        field.RECIPE.cell(field.RECIPE.row(row), field.RECIPE.column(where), "smoke", 0)
-        for row in ("onebit_adam", "no communication")
-    )
-    assert adam.overrides == ("onebit_adam.freeze_step=10",)
-    write_run(adam, 3_000.0)
-    write_run(limit, 12_000.0)
-    assert collect([field.RECIPE], place, "smoke") == (2, 0)
-    values = {(r["row"], r["column"]): float(r["value"]) for r in measured.read(place / "ours.csv")}
-    assert values == {("onebit_adam", where): 25, ("no communication", where): 100}
 
 
 def test_time_to_a_loss_is_taken_from_the_evaluations(place: Path) -> None:

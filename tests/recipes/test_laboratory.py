@@ -49,9 +49,12 @@ def test_trials_named_beside_their_recipe_are_collected_once(place: Path) -> Non
 
 
 def test_values_are_of_runs(place: Path) -> None:
+    """And what the field gives a method goes to its row alone."""
     for repeat, (of_co2, of_limit) in enumerate([(10_500.0, 12_000.0), (9_900.0, 11_000.0)]):
         write_run(cell(field.RECIPE, "co2", SHARE, repeat), of_co2)
         folder = write_run(cell(field.RECIPE, "no communication", SHARE, repeat), of_limit)
+    adam = cell(field.RECIPE, "onebit_adam", SHARE, 0)
+    assert adam.overrides == ("onebit_adam.freeze_step=10",)
     assert collect([field.RECIPE], place / "out", "smoke") == (4, 0)
     rows = measured.read(place / "out" / "ours.csv")
     found = [(r["row"], r["seed"], pytest.approx(float(r["value"]))) for r in rows]

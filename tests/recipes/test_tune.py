@@ -28,6 +28,8 @@ from tests.recipes.conftest import write_folder
 from tests.recipes.trained import trained
 
 Landscape = Callable[[TrainCell], float]
+Search = Callable[..., list[TrainCell]]
+"""Takes a landscape, methods and a number of trials, and returns the runs that were made."""
 
 
 @pytest.fixture
@@ -68,6 +70,28 @@ class Trainer:
         return failed
 
 
+@pytest.fixture
+def search(conf: Path, monkeypatch: pytest.MonkeyPatch) -> Search:
+    """Tunes methods of the toy. A search that is stopped returns, too."""
+
+    def made(
+        landscape: Landscape,
+        methods: list[str],
+        trials: int,
+        runs: str = "own",
+        out: str = "results",
+        **of_trainer: int,
+    ) -> list[TrainCell]:
+        trainer = Trainer(landscape, **of_trainer)
+        monkeypatch.setattr(cells, "run", trainer)
+        monkeypatch.setattr(tune, "RUNS", f"results/runs/{runs}")
+        with contextlib.suppress(SystemExit):
+            assert tune_methods("toy", methods, trials, "smoke", None, Path(out)) == 0
+        return trainer.trained
+
+    return made
+
+
 def rate(cell: TrainCell) -> float:
     return float(words_of(cell)["optim.lr"])
 
@@ -77,12 +101,10 @@ def far_from(best: float) -> Landscape:
     return lambda cell: 1 + abs(math.log2(rate(cell) / best))
 
 
-def test_every_method_has_the_same_budget(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_method_has_the_same_budget(search: Search) -> None:
     """As many short and whole trials, of settings that differ, conf's own first."""
-    trainer = Trainer(far_from(0.1))
-    monkeypatch.setattr(cells, "run", trainer)
-    methods = ["allreduce", "co2", "slowmo", "co2_keep"]
-    assert tune_methods("toy", methods, 6, "smoke", None, Path("results")) == 0
+    methods = ["allreduce", "slowmo", "co2_keep"]
+    trained = search(far_from(0.1), methods, 6)
     lines = read_csv(Path("results/tuning.csv"))
     for method in methods:
         own = [line for line in lines if line["method"] == method]
@@ -93,27 +115,24 @@ def test_every_method_has_the_same_budget(conf: Path, monkeypatch: pytest.Monkey
         short = sorted(own[:6], key=lambda line: float(line["loss"]))
         assert {line["trial"] for line in own[6:]} == {line["trial"] for line in short[:FINALISTS]}
     steps = [
-        sum(int(words_of(c)["train.steps"]) for c in trainer.trained if f"={m}" in c.command)
+        sum(int(words_of(cell)["train.steps"]) for cell in trained if f"={m}" in cell.command)
         for m in ("allreduce", "slowmo")
     ]
     assert steps[0] == steps[1] == 6 * 24 + 3 * 60
-    order = [words_of(cell)["method"] for cell in trainer.trained]
-    assert order[:8] == methods * 2, "in turn"
+    order = [words_of(cell)["method"] for cell in trained]
+    assert order[:6] == methods * 2, "in turn"
 
 
 def test_the_grid_widens_while_the_best_sits_on_its_border(
-    conf: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    conf: Path, search: Search, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """conf's rate is .1, the grid reaches to .4, and the best is above; then far above."""
-    monkeypatch.setattr(cells, "run", Trainer(far_from(0.5657)))
-    tune_methods("toy", ["allreduce"], 12, "smoke", None, Path("results"))
+    """conf's rate is 0.1, the grid reaches to 0.4, and the best is above; then far above."""
+    search(far_from(0.5657), ["allreduce"], 12)
     path = conf / "tuned" / "toy" / "allreduce.yaml"
     assert yaml.safe_load(path.read_text())["optim"]["lr"] == 0.566
     assert "beyond" not in path.read_text()
-    monkeypatch.setattr(cells, "run", Trainer(far_from(100)))
-    monkeypatch.setattr(tune, "RUNS", "results/runs/others")
     capsys.readouterr()
-    tune_methods("toy", ["allreduce"], 4, "smoke", None, Path("results"))
+    search(far_from(100), ["allreduce"], 4, "others")
     assert "# Nothing was tried beyond the winner's optim.lr.\n" in path.read_text()
     assert "; nothing was tried beyond its optim.lr; it was" in capsys.readouterr().out
     head = path.read_text().splitlines()
@@ -249,51 +268,42 @@ def test_short_trials_have_the_whole_schedule() -> None:
     assert schedule_words(stairs, 90, 90) == ["train.steps=90", "train.eval_every=90"]
 
 
-def test_a_search_that_was_stopped_goes_on(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_was_stopped_goes_on(conf: Path, search: Search) -> None:
     """No run is made twice, except that one which diverged may be; the result is the same, also
     where only the lines of the trials are there, and no run."""
 
     def landscape(cell: TrainCell) -> float:
         return math.inf if rate(cell) > 0.3 else far_from(0.1)(cell)
 
-    def search(runs: str, out: str, stop_at: int | None = None) -> list[TrainCell]:
-        """The runs that were made."""
-        trainer = Trainer(landscape, stop_at)
-        monkeypatch.setattr(tune, "RUNS", f"results/runs/{runs}")
-        monkeypatch.setattr(cells, "run", trainer)
-        with contextlib.suppress(SystemExit):
-            assert tune_methods("toy", ["co2", "local_sgd"], 8, "smoke", None, Path(out)) == 0
-        return trainer.trained
+    def made(runs: str, out: str, **more: int) -> list[TrainCell]:
+        return search(landscape, ["co2", "local_sgd"], 8, runs, out, **more)
 
-    whole, begun = search("whole", "whole"), search("stopped", "out", stop_at=11)
+    whole, begun = made("whole", "whole"), made("stopped", "out", stop_at=11)
     recorded = len(read_csv(Path("out/tuning.csv")))
     ended = sum(math.isfinite(landscape(cell)) for cell in begun)
     assert len(begun) == 11 and recorded in (ended, ended + 1), "what has ended is recorded"
     shutil.copytree("out", "elsewhere")
-    rest = search("stopped", "out")
+    rest = made("stopped", "out")
     again = [cell for cell in rest if cell in begun]
     assert all(math.isinf(landscape(cell)) for cell in again)
     assert len(rest) + len(begun) - len(again) == len(whole)
     lines = read_csv(Path("out/tuning.csv"))
     assert lines == read_csv(Path("whole/tuning.csv"))
-    assert len(search("elsewhere", "elsewhere")) == len(whole) - recorded
+    assert len(made("elsewhere", "elsewhere")) == len(whole) - recorded
     assert lines == read_csv(Path("elsewhere/tuning.csv"))
     winner = conf / "tuned" / "toy" / "co2.yaml"
     text = winner.read_text()
     winner.unlink()
-    assert search("elsewhere", "elsewhere", stop_at=0) == []
+    assert made("elsewhere", "elsewhere", stop_at=0) == []
     assert winner.read_text() == text, "known trials choose the same winner"
     lost = [line for line in lines if line["outcome"] == "diverged"]
     assert lost and all(line["loss"] == "inf" and line["rung"] == "24" for line in lost)
 
 
-def test_trials_of_other_code_are_made_again(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for search, (version, runs) in enumerate(((0, 4), (1, 4), (1, 0))):
-        trainer = Trainer(far_from(0.1), version=version)
-        monkeypatch.setattr(cells, "run", trainer)
-        monkeypatch.setattr(tune, "RUNS", f"results/runs/{search}")
-        assert tune_methods("toy", ["allreduce"], 2, "smoke", None, Path("results")) == 0
-        assert len(trainer.trained) == runs
+def test_trials_of_other_code_are_made_again(search: Search) -> None:
+    for runs, (version, number) in enumerate(((0, 4), (1, 4), (1, 0))):
+        trained = search(far_from(0.1), ["allreduce"], 2, str(runs), version=version)
+        assert len(trained) == number
     told = {line["fingerprint"] for line in read_csv(Path("results/tuning.csv"))}
     assert told == {"task 1 method 1"}
 

@@ -219,17 +219,6 @@ def test_the_fastest_decay_stays_finite_over_a_long_text() -> None:
     torch.testing.assert_close(out[:, :, -1], near[:, :, -1])
 
 
-def test_the_whole_model_is_the_same_in_every_form(
-    transnormer_task: TransNormer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = transnormer_task.model().double()
-    tokens = torch.randint(300, (2, 300))  # three blocks, whatever the context in training was
-    logits = model(tokens)
-    for form in (parts.parallel, parts.recurrent):
-        monkeypatch.setattr(parts, "chunked", form)
-        torch.testing.assert_close(model(tokens), logits, rtol=1e-9, atol=1e-9)
-
-
 def test_decay_rates() -> None:
     """λ = exp(−2^(−8h/H) (1 − l/(L−1) + 10⁻⁵)), h from 1, l from 0."""
     model = transnormer(Path("unused"), size=Sizes["smoke"]).model()

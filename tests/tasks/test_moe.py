@@ -181,7 +181,7 @@ def test_a_grouped_product_is_the_loop(
 
 @replicas()
 @pytest.mark.parametrize("active", [1, 2])
-@pytest.mark.parametrize("capacity", [None, 0.5, 1.0])
+@pytest.mark.parametrize("capacity", [None, 0.5])
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
     "ways",

@@ -158,15 +158,19 @@ STATUS = {"killed": -signal.SIGKILL, "stopped": 130, "full": 2}
 
 
 def test_disturbed_it_is_gone_on_with(
-    given: Given, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str, given: Given, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Early, amid its work and at its end. What is in place then is whole, and the next run ends
-    with what an undisturbed one makes."""
+    """Killed early, amid its work and at its end; otherwise disturbed at one of these times, which
+    the sets have in turn. What is in place then is whole, and the next run ends with what an
+    undisturbed one makes."""
     whole = tmp_path / "whole"
     status, changes = disturbed(command(given, whole), whole, 0, "watched")
     assert status == 0 and changes >= 3
     expected = files(whole / given.made)
-    for how, at in product(STATUS, (2, changes // 2, changes)):
+    times = (2, changes // 2, changes)
+    turn = list(GIVEN).index(name)
+    others = (("stopped", times[turn % 3]), ("full", times[(turn + 1) % 3]))
+    for how, at in (*product(["killed"], times), *others):
         root = tmp_path / f"{how}{at}"
         capfd.readouterr()
         assert disturbed(command(given, root), root, at, how)[0] == STATUS[how]

@@ -317,10 +317,18 @@ def test_adjoining(root: Path, text_file: Path) -> None:
     assert task.baselines() == {"majority_accuracy": 0.5}
 
 
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with GLUE's tables, of which some are as `save_to_disk` writes them."""
+    root = tmp_path_factory.mktemp("glue")
+    for saved, names in ((True, ("mnli", "rte")), (False, GLUE_TASKS.keys() - {"mnli", "rte"})):
+        small_glue.write(root / "glue", tuple(names), saved)
+    return root
+
+
 @pytest.mark.parametrize("name", ["cola", "mnli", "stsb"])
-def test_examples_are_the_tables(tmp_path: Path, text_file: Path, name: str) -> None:
-    small_glue.write(tmp_path / "glue", (name,), saved=name == "mnli")
-    task = glue(tmp_path, text_file, name=Name(name), num_workers=1)
+def test_examples_are_the_tables(tables: Path, text_file: Path, name: str) -> None:
+    task = glue(tables, text_file, name=Name(name), num_workers=1)
     columns = GLUE_TASKS[name].columns
     for part, splits in (("train", ("train",)), ("val", GLUE_TASKS[name].validation)):
         tables = [small_glue.table(name, split) for split in splits]
@@ -335,10 +343,9 @@ def test_examples_are_the_tables(tmp_path: Path, text_file: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("name", GLUE_TASKS)
-def test_every_task_of_glue(tmp_path: Path, text_file: Path, name: str) -> None:
+def test_every_task_of_glue(tables: Path, text_file: Path, name: str) -> None:
     """The metrics are those of all predictions, whatever the batches."""
-    small_glue.write(tmp_path / "glue", (name,))
-    task = glue(tmp_path, text_file, name=Name(name), num_workers=1)
+    task = glue(tables, text_file, name=Name(name), num_workers=1)
     model, found = task.model(), examples(task)["val"]
     rows = found.rows(np.arange(len(found)), roberta_ids(text_of(task), False), task.length)
     tokens, labels = torch.from_numpy(rows), torch.from_numpy(found.labels)

@@ -1,7 +1,6 @@
 """Text: which files validate and what is refused; tokenizer, cache and windows."""
 
 import json
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from tasks.text import store as stores
 from tasks.text import text as texts
 from tasks.text.store import PARTS, open_store
 from tasks.text.text import Window, num_windows, prepared, windows
+from tests.cli.harness import contents
 from tests.tasks.build import documents, gpt2, refusal
 from tests.tasks.conftest import story
 
@@ -131,25 +131,10 @@ def test_windows_predict_every_token_but_the_first_once() -> None:
     assert [num_windows(length, 5, overlap=0) for length in (19, 20)] == [3, 4]
 
 
-def test_unigram_entropy() -> None:
-    assert texts.unigram_entropy(np.array([0, 1, 2, 3] * 5, np.uint16)) == pytest.approx(
-        math.log(4)
-    )
-    assert texts.unigram_entropy(np.array([7] * 9, np.uint16)) == 0
-    three_to_one = 0.75 * math.log(4 / 3) + 0.25 * math.log(4)
-    assert texts.unigram_entropy(np.array([9, 9, 9, 2], np.uint16)) == pytest.approx(three_to_one)
-
-
 def changed_meta(change: Callable[[str], str]) -> Callable[[Path], object]:
     return lambda folder: (folder / "meta.json").write_text(
         change((folder / "meta.json").read_text())
     )
-
-
-def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Bytes and time of change of each file."""
-    found = sorted(folder.iterdir())
-    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -162,21 +147,22 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_cache_is_made_again(tmp_path: Path, text_file: Path, damage: str) -> None:
+def test_a_damaged_cache_is_made_again(tmp_path: Path, damage: str) -> None:
     """And a sound one is only opened."""
-    corpus = user_corpus(str(text_file))
-    folder = prepared(corpus, 300, of(16), tmp_path).folder
+    (tmp_path / "a.txt").write_text(story(3000))
+    corpus, root = user_corpus(str(tmp_path / "a.txt")), tmp_path / "root"
+    folder = prepared(corpus, 300, of(16), root).folder
     sound = contents(folder)
-    assert prepared(corpus, 300, of(16), tmp_path).folder == folder
+    assert prepared(corpus, 300, of(16), root).folder == folder
     assert contents(folder) == sound
     DAMAGE[damage](folder)
     assert open_store(folder) is None
-    assert prepared(corpus, 300, of(16), tmp_path).folder == folder
+    assert prepared(corpus, 300, of(16), root).folder == folder
     again = contents(folder)
     assert all(again.pop(name)[0] == data for name, (data, _) in sound.items()) and not again
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     with pytest.raises(ConfigError, match=r"gpt2\.context=100000 needs 100001"):
-        prepared(corpus, 300, of(100_000), tmp_path)
+        prepared(corpus, 300, of(100_000), root)
 
 
 def test_other_text_and_other_vocabulary_have_caches_of_their_own(tmp_path: Path) -> None:
