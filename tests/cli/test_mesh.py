@@ -126,7 +126,6 @@ def test_compiled_blocks(
     """They train as without a compiler, and are compiled once."""
     arguments = (*small(task.name, root, text), *CO2, *mesh(strategy), "train.clip_norm=1")
     arguments += ("train.batch_size=2", f"train.checkpoint_activations={again}")
-    arguments += (f"{task.name}.layers=2",)
     # An evaluation before the end compiles more.
     arguments += ("train.steps=4", "train.eval_every=100", "log.every=1")
     plain = pooled(workers, 2, *arguments, runs=tmp_path / "plain")

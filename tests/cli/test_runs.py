@@ -47,6 +47,7 @@ from tests.cli.harness import (
     metrics,
     pooled,
     saved_steps,
+    side_by_side,
     started_processes,
     story,
     summary,
@@ -298,6 +299,16 @@ def test_a_worker_that_is_done_before_the_first(tmp_path: Path) -> None:
             assert train.APP.run(config) == 0
 
 
+def test_workers_as_torchrun_starts_them_make_the_same_run(tmp_path: Path, spawned: Run) -> None:
+    runs, shared = tmp_path / "runs", {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared["MASTER_ADDR"] = "127.0.0.1"
+    ranks = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    first, second = side_by_side(command(*STORY, runs=runs)[1:], tmp_path, ranks)
+    assert first.count("┌") == 1 and second == "", "only worker 0 speaks"
+    assert_same_run(runs / spawned.folder.relative_to(spawned.runs), spawned.folder)
+
+
+@pytest.mark.slow  # three interpreters start
 def test_torchrun_starts_the_workers_of_the_same_run(tmp_path: Path, spawned: Run) -> None:
     runs = tmp_path / "runs"
     words = command(*STORY, runs=runs)[1:]
