@@ -11,7 +11,7 @@ import pytest
 
 import train
 from co2.record.folder import run_folder
-from tests.cli.harness import STORY, Run, command, configured, execute, small, spied
+from tests.cli.harness import STORY, Run, command, configured, execute, lay_traps, small, spied
 from tests.server import LAUNCHER_VARIABLES, environment
 from tests.tasks.conftest import story
 
@@ -45,7 +45,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def spawned(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The undisturbed run of `STORY`, by an interpreter of its own and the two that it starts.
+    """The undisturbed run of `STORY`, by an interpreter of its own and the two that it starts, in a
+    folder with traps.
 
     Its processes are counted: see `spied`. pytest's own processes share one such run.
     """
@@ -55,9 +56,10 @@ def spawned(tmp_path_factory: pytest.TempPathFactory) -> Run:
     with (place / "spawned.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not kept.exists():
-            runs.parent.mkdir()
+            lay_traps(runs.parent)
             spy = environment(**spied(runs.parent / "spy"))
-            kept.write_bytes(pickle.dumps(execute(command(*STORY, runs=runs), runs, spy)))
+            words = command(*STORY, "data.workers=1", runs=runs)
+            kept.write_bytes(pickle.dumps(execute(words, runs, spy)))
     ended: Run = pickle.loads(kept.read_bytes())
     return ended
 

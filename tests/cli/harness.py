@@ -242,6 +242,17 @@ def started_processes(folder: Path) -> int:
     return len((folder / "seen").read_text().splitlines())
 
 
+TRAPS = ("co2", "multiprocessing", "numpy", "tasks", "torch", "train")
+
+
+def lay_traps(here: Path) -> None:
+    """Modules with the names of others in a folder where a user stands. Nobody is to run them: they
+    make a file `ran` there."""
+    for name in TRAPS:
+        (here / name).mkdir(parents=True)
+        (here / name / "__init__.py").write_text(f"open({str(here / 'ran')!r}, 'a')")
+
+
 @contextlib.contextmanager
 def held_port() -> Iterator[str]:
     """A port for a server of another process. It stays bound here, so that nobody else gets it
@@ -261,9 +272,11 @@ def kill_session(process: Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def side_by_side(words: list[str], place: Path, environments: list[dict[str, str]]) -> list[str]:
+def side_by_side(
+    words: list[str], place: Path, environments: list[dict[str, str]], status: int = 0
+) -> list[str]:
     """What the workers of a launcher print, a process for each of these environments. Their store
-    gets a port. All must end well."""
+    gets a port. All must end with the status."""
     logs = [place / f"log_{rank}" for rank in range(len(environments))]
     tasks = []
     with held_port() as port:
@@ -277,8 +290,16 @@ def side_by_side(words: list[str], place: Path, environments: list[dict[str, str
             for task in tasks:
                 task.kill()
     texts = [log.read_text() for log in logs]
-    assert statuses == [0] * len(environments), texts
+    assert statuses == [status] * len(environments), texts
     return texts
+
+
+def as_tasks(words: list[str], place: Path, status: int = 0) -> list[str]:
+    """What two tasks of srun print that run these words; see `side_by_side`."""
+    shared = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
+    shared["MASTER_ADDR"] = "127.0.0.1"
+    ranks = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
+    return side_by_side(words, place, [shared | rank for rank in ranks], status)
 
 
 def alive(session: int) -> bool:

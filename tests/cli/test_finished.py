@@ -96,9 +96,9 @@ def started(words: tuple[str, ...], runs: Path) -> tuple[Task, nn.Module]:
 
 
 def not_begun(words: tuple[str, ...], runs: Path) -> str:
-    """Why a run does not start from what init_from names."""
+    """Why a run does not start from what init_from names, which is told before any worker is."""
     with pytest.raises(ConfigError) as caught:
-        started(words, runs)
+        preflight(train.APP.conf, [*words, f"runs={runs}"], train.APP.check)
     assert caught.value.key == "init_from" and "\n" not in str(caught.value)
     assert not runs.exists()
     return caught.value.hint
@@ -219,11 +219,8 @@ def test_it_is_evaluated_alike(
     (folder,) = (path.parent for path in (tmp_path / "runs").rglob("summary.json"))
     assert summary(finished("gpt2"))["final"] == summary(folder)["final"]
     start = manifest(folder)["init_from"]
-    assert start == {"folder": str(exported("gpt2")), "sha256": digest(exported("gpt2"))}
-
-
-def digest(folder: Path) -> str:
-    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    digest = hashlib.sha256((exported("gpt2") / "model.safetensors").read_bytes()).hexdigest()
+    assert start == {"folder": str(exported("gpt2")), "sha256": digest}
 
 
 @pytest.mark.parametrize(
@@ -266,15 +263,6 @@ def test_glue_starts_from_roberta(
     assert heads and all(torch.equal(here[name], new[name]) for name in heads)
 
 
-def spoiled(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    """A copy with other weights, of which nobody says whose they are."""
-    shutil.copytree(source, folder)
-    found = load_file(folder / "model.safetensors")
-    change(found)
-    save_file(found, folder / "model.safetensors")
-    return folder
-
-
 def edited(source: Path, folder: Path, name: str, change: Callable[[Any], object]) -> Path:
     """A copy with another file of JSON."""
     shutil.copytree(source, folder)
@@ -288,13 +276,11 @@ def test_as_the_hub_has_gpt2(
     finished: Finished, exported: Finished, words: Callable, tmp_path: Path
 ) -> None:
     """Other names, masks among the weights, merges as texts, its own name of the activation."""
-
-    def older(found: dict[str, Tensor]) -> None:
-        for name in list(found):
-            found[name.removeprefix("transformer.")] = found.pop(name)
-        found["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
-
-    folder = spoiled(exported("gpt2"), tmp_path / "older", older)
+    folder = shutil.copytree(exported("gpt2"), tmp_path / "older")
+    saved = load_file(folder / "model.safetensors")
+    saved = {name.removeprefix("transformer."): weight for name, weight in saved.items()}
+    saved["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
+    save_file(saved, folder / "model.safetensors")  # nobody says whose they are
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["merges"] = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -307,14 +293,34 @@ def test_as_the_hub_has_gpt2(
     assert all(torch.equal(weight, there[name]) for name, weight in model.state_dict().items())
 
 
-def test_another_model_is_refused(exported: Finished, words: Callable, tmp_path: Path) -> None:
-    runs, gpt2 = tmp_path / "runs", exported("gpt2")
-    assert "is a run of task=gpt2" in not_begun(words("moe", gpt2), runs)
-    assert "is a run of task=toy" in not_begun(words("gpt2", exported("toy")), runs)
-    assert "model_type=gpt2" in not_begun(words("glue", gpt2), runs)
-    assert "has the shape" in not_begun(words("gpt2", gpt2, "gpt2.context=16"), runs)
+def test_another_model_is_refused(
+    finished: Finished, exported: Finished, words: Callable, tmp_path: Path
+) -> None:
+    """Of an export, and of a run."""
+    gpt2, roberta, other = exported("gpt2"), finished("roberta"), tmp_path / "other.txt"
     heads = edited(gpt2, tmp_path / "heads", "config.json", lambda c: c.update(n_head=2))
-    assert "n_head=2, this run's model 4" in not_begun(words("gpt2", heads), runs)
+    other.write_text(story(40_000, 1))
+    (tmp_path / "pickle").mkdir()
+    (tmp_path / "pickle" / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    for given, says in (
+        (("moe", gpt2), "is a run of task=gpt2"),
+        (("gpt2", exported("toy")), "is a run of task=toy"),
+        (("glue", gpt2), "model_type=gpt2"),
+        (("gpt2", gpt2, "gpt2.context=16"), "has the shape"),
+        (("gpt2", heads), "n_head=2, this run's model 4"),
+        (("toy", finished("toy"), "toy.hidden=9"), "has the shape"),
+        (("toy", roberta), "is a run of task=roberta; give one of task=toy"),
+        (("glue", finished("toy")), "is a run of task=toy"),
+        (("glue", roberta, "glue.size=base"), "roberta.size=smoke, this run glue.size=base"),
+        (("glue", roberta, "glue.context=16"), "roberta.context=32, this run glue.context=16"),
+        (("glue", roberta, "glue.vocab_size=300"), "=512, this run glue.vocab_size=300"),
+        (("glue", roberta, f"data.path={other}"), "vocabulary"),
+        (
+            ("toy", tmp_path / "pickle"),
+            "it is no finished run; train it to its end first, or give ",
+        ),
+    ):
+        assert says in not_begun(words(*given), tmp_path / "runs"), given
 
 
 def test_another_vocabulary_is_refused(exported: Finished, words: Callable, tmp_path: Path) -> None:
@@ -346,20 +352,6 @@ def test_a_damaged_export(
     folder = shutil.copytree(exported("gpt2"), tmp_path / "damaged")
     (folder / name).write_bytes(content)
     assert says in not_begun(words("gpt2", folder), tmp_path / "runs")
-
-
-def test_weights_that_do_not_fit(exported: Finished, words: Callable, tmp_path: Path) -> None:
-    runs, source = tmp_path / "runs", exported("toy")
-    saved = load_file(source / "model.safetensors")
-    first = next(name for name, weight in saved.items() if weight.is_floating_point())
-    nan = spoiled(source, tmp_path / "nan", lambda w: w[first].fill_(float("nan")))
-    assert "model.safetensors has a weight that is not finite" in not_begun(words("toy", nan), runs)
-    gone = spoiled(source, tmp_path / "gone", lambda w: w.pop(first))
-    assert f"{first} has the shape none there" in not_begun(words("toy", gone), runs)
-    (tmp_path / "pickle").mkdir()
-    (tmp_path / "pickle" / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    hint = not_begun(words("toy", tmp_path / "pickle"), runs)
-    assert "no finished run" in hint and "model.safetensors" in hint
 
 
 def answer(*words: Path | str) -> str:
@@ -530,32 +522,6 @@ def test_it_is_not_read_again(
     assert "resumed at step 3 of 6" in again.out
     assert_same_run(whole.folder, again.folder)
     assert manifest(again.folder)["init_from"] == manifest(whole.folder)["init_from"]
-
-
-def test_another_model(tmp_path: Path, finished: Finished, tuned: Callable) -> None:
-    """Told before any worker starts."""
-
-    def refused_at_once(*words: str) -> str:
-        given = words if words[0].startswith("task=") else ("task=toy", *words)
-        with pytest.raises(ConfigError) as caught:
-            preflight(train.APP.conf, [*given, f"runs={tmp_path / 'runs'}"], train.APP.check)
-        assert "\n" not in str(caught.value) and caught.value.key == "init_from"
-        assert not (tmp_path / "runs").exists()
-        return str(caught.value)
-
-    toy, other = f"init_from={finished('toy')}", tmp_path / "other.txt"
-    other.write_text(story(40_000, 1))
-    assert "has the shape" in refused_at_once(toy, "toy.hidden=9")
-    language = refused_at_once(f"init_from={finished('roberta')}")
-    assert "is a run of task=roberta; give one of task=toy" in language
-    for words, says in (
-        (toy, "is a run of task=toy"),
-        ("glue.size=base", "roberta.size=smoke, this run glue.size=base"),
-        ("glue.context=16", "roberta.context=32, this run glue.context=16"),
-        ("glue.vocab_size=300", "roberta.vocab_size=512, this run glue.vocab_size=300"),
-        (f"data.path={other}", "vocabulary"),
-    ):
-        assert says in refused_at_once(*tuned(words)), words
 
 
 CONTEXT = 32

@@ -33,12 +33,12 @@ from tests.cli.harness import (
     STORY,
     TOY,
     Process,
+    as_tasks,
     assert_same_run,
     cli,
     command,
     folder_of,
     folders,
-    held_port,
     interrupted,
     manifest,
     metrics,
@@ -48,7 +48,6 @@ from tests.cli.harness import (
     until,
     until_all_have_ended,
 )
-from tests.server import environment, fork_program
 from tests.workers import Pool, everybody, replicas
 
 
@@ -148,32 +147,13 @@ def test_the_second_of_two_is_refused(tmp_path: Path) -> None:
             (line,) = second.err.splitlines()
             assert line.startswith("error: tag=one: runs/toy/co2/one/seed0 is held by ")
             assert f"held by {first.pid} on {HOST}; " in line and "tag=NAME" in line
-        statuses, text = as_tasks(tmp_path, runs)
-        assert statuses == [REFUSED, REFUSED] and text.count("\n") == 1, text
-        assert f"held by {first.pid} on {HOST}; " in text
+        (line,) = "".join(as_tasks(command(*RUN, runs=runs)[1:], tmp_path, REFUSED)).splitlines()
+        assert f"held by {first.pid} on {HOST}; " in line
         os.kill(first.pid, signal.SIGTERM)
         os.killpg(first.pid, signal.SIGCONT)
         assert first.wait(LIMIT_S) == PREEMPTED, log.read_text()
     assert folders(runs) == [folder] and not (folder / NAME).exists()
     FolderLock.take(folder).release()
-
-
-def as_tasks(tmp_path: Path, runs: Path) -> tuple[list[int], str]:
-    """The same run with two tasks of srun: their statuses, and what both print."""
-    log, tasks = tmp_path / "tasks", []
-    place = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
-    place["MASTER_ADDR"] = "127.0.0.1"
-    with held_port() as port:
-        with log.open("a") as file:
-            for rank in ("0", "1"):
-                env = environment(**place, SLURM_PROCID=rank, SLURM_LOCALID=rank, MASTER_PORT=port)
-                _, *words = command(*RUN, runs=runs)
-                tasks.append(fork_program(words, tmp_path, env, file.fileno(), file.fileno()))
-        try:
-            return [task.wait(LIMIT_S) for task in tasks], log.read_text()
-        finally:
-            for task in tasks:
-                task.kill()
 
 
 def test_workers_end_with_what_started_them(tmp_path: Path) -> None:

@@ -14,11 +14,19 @@ import torch
 from torch import Tensor
 
 from co2.catalogue import CATALOGUE
-from co2.errors import ConfigError
+from co2.errors import PREEMPTED, ConfigError
 from co2.methods import METHODS
 from co2.train import state_file
 from co2.train.session import Session
-from tests.cli.harness import Run, assert_same_run, configured, manifest, metrics, pooled
+from tests.cli.harness import (
+    Run,
+    assert_same_run,
+    configured,
+    manifest,
+    metrics,
+    pooled,
+    stopped_after,
+)
 from tests.cli.test_checkpoint import part
 from tests.grids import grid, nonempty
 from tests.methods.driver import overrides
@@ -69,7 +77,8 @@ def numbers(state: Any, name: str = "") -> dict[str, Tensor]:
 
 @contextmanager
 def noted(folder: Path) -> Iterator[None]:
-    """Setup: every worker writes down what it loads, and what it holds then."""
+    """Setup: every worker writes down what it loads, and what it holds then. A step later all are
+    told to stop."""
     original = Session.load
 
     def load(self: Session, state: dict[str, Any]) -> None:
@@ -80,7 +89,7 @@ def noted(folder: Path) -> Iterator[None]:
         held["method"] = self.run.method.state_dict()["tensors"]
         torch.save(numbers(held), folder / f"held_{worker}")
 
-    with patch.object(Session, "load", load):
+    with patch.object(Session, "load", load), stopped_after(8):
         yield
 
 
@@ -103,7 +112,8 @@ def test_what_they_begin_from(
         replica, worker = divmod(rank, size)
         held = [files_of(run.folder / "checkpoints/step_7", replica, n) for n in range(size)]
         saved.append(numbers(state_file.read(held.pop(worker), held)))
-    pooled(workers, now, *words, runs=tmp_path, setup=partial(noted, tmp_path))
+    begin = {"setup": partial(noted, tmp_path), "status": PREEMPTED}
+    pooled(workers, now, *words, runs=tmp_path, **begin)
     for rank in range(now):
         begins = torch.load(tmp_path / f"loaded_{rank}", weights_only=True)
         fellows = saved[rank % size :: size]
@@ -155,8 +165,8 @@ def test_another_size_of_replicas(
             own = {"replica": state["replica"], "method": state["method"]["tensors"]}
             held = numbers(own) | held
         replicas.append(held)
-    setup = partial(noted, tmp_path)
-    pooled(workers, now[0], *words, *mesh(*now[1:]), runs=tmp_path, setup=setup)
+    begin = {"setup": partial(noted, tmp_path), "status": PREEMPTED}
+    pooled(workers, now[0], *words, *mesh(*now[1:]), runs=tmp_path, **begin)
     there, here, seen = len(replicas), now[0] // now[1], set()
     for worker in range(now[0]):
         replica = worker // now[1]

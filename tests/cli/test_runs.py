@@ -30,7 +30,10 @@ from tests.cli.harness import (
     ANNOUNCED,
     ROOT,
     STORY,
+    TOY,
+    TRAPS,
     Run,
+    as_tasks,
     assert_same_run,
     assert_same_weights,
     cli,
@@ -45,7 +48,6 @@ from tests.cli.harness import (
     pooled,
     saved_steps,
     side_by_side,
-    spied,
     started_processes,
     story,
     summary,
@@ -55,7 +57,6 @@ from tests.cli.harness import (
 from tests.cli.test_checkpoint import held
 from tests.grids import OF_A_KIND, grid, nonempty
 from tests.methods.driver import overrides
-from tests.server import environment
 from tests.tasks.build import toy
 from tests.workers import Pool
 
@@ -69,7 +70,8 @@ def test_a_run_leaves_these_files(spawned: Run) -> None:
     names = {path.name for path in spawned.folder.iterdir()}
     files = {"config.yaml", "manifest.json", "metrics.jsonl", "summary.json", "model.pt"}
     assert names == {*files, "checkpoints"}
-    assert {path.name for path in spawned.runs.parent.iterdir()} == {"runs", "spy"}
+    around = {path.name for path in spawned.runs.parent.iterdir()}
+    assert around == {"runs", "spy", *TRAPS}, "no module where the user stands was run"
 
 
 def test_its_manifest(spawned: Run) -> None:
@@ -152,15 +154,20 @@ def test_its_workers_are_forked(spawned: Run) -> None:
     assert started_processes(spawned.runs.parent / "spy") == 3
 
 
-def test_finished_means_finished(tmp_path: Path, spawned: Run) -> None:
+def test_finished_means_finished(
+    tmp_path: Path,
+    spawned: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     shutil.copytree(spawned.runs, tmp_path / "runs")
     before = contents(tmp_path / "runs")
-    env = environment(**spied(tmp_path / "spy"))
-    ended = execute(command(*STORY, runs=tmp_path / "runs"), tmp_path / "runs", env)
-    assert ended.out.startswith("finished already;") and "resume=never" in ended.out
-    assert "┌" in ended.out and "step " not in ended.out.partition("┌")[0]
+    monkeypatch.setattr(launch, "run", lambda *_: pytest.fail("workers were started"))
+    assert train.APP.main(command(*STORY, runs=tmp_path / "runs")[2:]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("finished already;") and "resume=never" in said
+    assert "┌" in said and "step " not in said.partition("┌")[0]
     assert contents(tmp_path / "runs") == before
-    assert started_processes(tmp_path / "spy") == 1
 
 
 def test_afresh_moves_the_old_run_aside(workers: Pool, tmp_path: Path) -> None:
@@ -256,23 +263,29 @@ def test_a_sweep_over_methods_and_workers(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"runs"}
 
 
-def test_two_runs_of_a_sweep_in_one_folder(tmp_path: Path) -> None:
+def swept(runs: Path, *words: str) -> int:
+    """The status of a sweep in this process, which is the only worker."""
+    return train.APP.main(["-m", *TOY, f"runs={runs}", "launch.workers=1", *words])
+
+
+def test_two_runs_of_a_sweep_in_one_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Both were checked before the first one made it."""
-    words = ("train.steps=2", "launch.workers=1", "tag=one")
-    sweep = ("-m", "method=co2", "co2.tau=1,3", *words)
-    ended = cli(*sweep, runs=tmp_path / "runs", status=REFUSED)
-    assert "holds a run with co2.tau=1; give this one a" in ended.err
-    (folder,) = folders(tmp_path / "runs")
+    words = ("method=co2", "co2.tau=1,3", "train.steps=2", "tag=one")
+    assert swept(tmp_path, *words) == REFUSED
+    assert "holds a run with co2.tau=1; give this one a" in capsys.readouterr().err
+    (folder,) = folders(tmp_path)
     assert yaml.safe_load((folder / "config.yaml").read_text())["co2"]["tau"] == 1
 
 
-def test_a_failed_job_of_a_sweep_loses_no_other(tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
-    sweep = ("-m", "method=local_sgd", "optim.lr=0.1,1e30,0.2", "launch.workers=1")
-    ended = cli(*sweep, runs=runs, status=DIVERGED)
-    finished = [path.parent.parent.name for path in sorted(runs.rglob("summary.json"))]
+def test_a_failed_job_of_a_sweep_loses_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert swept(tmp_path, "method=local_sgd", "optim.lr=0.1,1e30,0.2") == DIVERGED
+    finished = [path.parent.parent.name for path in sorted(tmp_path.rglob("summary.json"))]
     assert finished == ["lr0.1-workers1", "lr0.2-workers1"]
-    table = ended.out[ended.out.index("sweep: ") :]
+    table = capsys.readouterr().out.partition("sweep: ")[2]
     failed = "optim.lr=1e+30: the loss is not finite (exit status 65); see above"
     assert failed in table.splitlines()
     assert table.count("/lr0.") == 2
@@ -286,6 +299,16 @@ def test_a_worker_that_is_done_before_the_first(tmp_path: Path) -> None:
             assert train.APP.run(config) == 0
 
 
+def test_workers_as_torchrun_starts_them_make_the_same_run(tmp_path: Path, spawned: Run) -> None:
+    runs, shared = tmp_path / "runs", {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared["MASTER_ADDR"] = "127.0.0.1"
+    ranks = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    first, second = side_by_side(command(*STORY, runs=runs)[1:], tmp_path, ranks)
+    assert first.count("┌") == 1 and second == "", "only worker 0 speaks"
+    assert_same_run(runs / spawned.folder.relative_to(spawned.runs), spawned.folder)
+
+
+@pytest.mark.slow  # three interpreters start
 def test_torchrun_starts_the_workers_of_the_same_run(tmp_path: Path, spawned: Run) -> None:
     runs = tmp_path / "runs"
     words = command(*STORY, runs=runs)[1:]
@@ -301,10 +324,7 @@ def test_srun_starts_the_workers_of_the_same_runs(tmp_path: Path, spawned: Run) 
     runs = tmp_path / "runs"
     own = ("-m", "train.seed=0,1", "launch.workers=7", "tag=srun")
     _, *words = command(*own, *STORY, runs=runs)
-    shared = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
-    shared["MASTER_ADDR"] = "127.0.0.1"
-    ranks = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
-    texts = side_by_side(words, tmp_path, [shared | rank for rank in ranks])
+    texts = as_tasks(words, tmp_path)
     assert "┌" in texts[0] and texts[1] == ""
     names = [str(folder.relative_to(runs / "toy" / "co2")) for folder in folders(runs)]
     assert sorted(names) == ["srun/seed0", "srun/seed1"], "one run after the other"

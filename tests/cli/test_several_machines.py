@@ -20,6 +20,7 @@ from tests.cli.harness import (
     folder_of,
     kill_session,
     last_step,
+    pooled,
     saved_steps,
     started,
     summary,
@@ -29,6 +30,7 @@ from tests.cli.harness import (
 )
 from tests.cli.test_elastic import STEPS, TAU, assert_no_step_is_missing, changes, words
 from tests.server import environment, fork_program
+from tests.workers import Pool
 
 SHARED = (
     *("launch.elastic=true", f"train.steps={STEPS}", "train.eval_every=30", "log.every=1"),
@@ -151,17 +153,18 @@ def test_a_machine_starts_its_only_worker_again(machines: Machines) -> None:
 
 
 @on(2, *words("co2"), "launch.workers=1", "train.steps=36")
-def test_a_run_that_loses_nobody_is_that_of_one_machine(machines: Machines) -> None:
+def test_a_run_that_loses_nobody_is_that_of_one_machine(workers: Pool, machines: Machines) -> None:
     store = machines.hold()
     said = machines.end([machines.start() for _ in range(2)])
     assert all("validation accuracy" in text for text in said), "each machine shows the result"
     assert store.wait(LIMIT_S) == 0
     assert changes(machines.folder) == []
-    arguments = (*SHARED, *words("co2"), "train.steps=36")
-    alone = cli(*arguments, "launch.workers=2", runs=machines.place / "alone")
+    arguments = (*words("co2"), "train.steps=36")
+    alone = pooled(workers, 2, *arguments, runs=machines.place / "alone")
     # Alone on its machine a worker takes every core, and so may round otherwise.
     torch.testing.assert_close(weights(machines.folder), weights(alone.folder))
-    again = cli(*arguments, f"launch.store={machines.address}", runs=machines.runs)
+    store = f"launch.store={machines.address}"
+    again = cli(*SHARED, *arguments, store, runs=machines.runs)
     assert "finished already" in again.out
 
 

@@ -262,16 +262,23 @@ def test_a_run_that_stops_and_goes_on(stopped: Path, sink: str) -> None:
 
 @pytest.mark.parametrize("sink", ["W&B", "TensorBoard"])
 def test_steps_that_are_trained_again(tmp_path: Path, sink: str) -> None:
-    """A run that fails at step 8 goes on from its checkpoint of step 5."""
+    """A run that fails at step 8 goes on from its checkpoint of step 5, and its segment of W&B is
+    replaced. What is put aside stays a run of its own. Without a sweep, method and task are the
+    group."""
     if sink == "TensorBoard":
         pytest.importorskip("tensorboard")
-    runs = tmp_path / "runs"
+    runs, found = tmp_path / "runs", []
+    folder = folder_of(*WORDS, runs=runs)
     with at_step(8, fail), pytest.raises(ArithmeticError):
         trained(runs, *SINKS[sink])
-    folder = folder_of(*WORDS, runs=runs)
-    assert_holds(sink, folder, 7)
-    assert trained(runs, *SINKS[sink]) == 0
-    assert_holds(sink, folder, STEPS)
+    for more, steps in (("", 7), ("resume=auto", STEPS), ("resume=never", STEPS)):
+        if more:
+            assert trained(runs, *SINKS[sink], more) == 0
+        assert_holds(sink, folder, steps)
+        found += [segment.run for segment in segments(folder)]
+    if sink == "W&B":
+        first, whole, afresh = found
+        assert first.run_id == whole.run_id != afresh.run_id and whole.run_group == "toy-co2"
 
 
 @pytest.mark.parametrize(
@@ -346,21 +353,6 @@ def test_wandb_has_tables(stopped: Path, told: list[Segment]) -> None:
     others = {name: (value, unit) for name, value, unit in told[1].table("tables/summary")}
     assert others["exposed_s"] == (pytest.approx(final["exposed_s"]), "s")
     assert told[1].summary["final"]["loss"] == pytest.approx(final["final"]["loss"])
-
-
-def test_a_segment_is_replaced(tmp_path: Path) -> None:
-    """By the next one, where it holds steps that are trained again. What is put aside stays a run
-    of its own. Without a sweep, method and task are the group."""
-    folder, found = folder_of(*WORDS, runs=tmp_path / "runs"), []
-    with at_step(8, fail), pytest.raises(ArithmeticError):
-        trained(tmp_path / "runs", *SINKS["W&B"])
-    for more in (None, "resume=auto", "resume=never"):
-        if more is not None:
-            assert trained(tmp_path / "runs", *SINKS["W&B"], more) == 0
-        (segment,) = segments(folder)
-        found.append(segment.run)
-    first, whole, afresh = found
-    assert first.run_id == whole.run_id != afresh.run_id and whole.run_group == "toy-co2"
 
 
 @pytest.mark.parametrize(

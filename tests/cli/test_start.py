@@ -47,6 +47,7 @@ from tests.cli.harness import (
     folder_of,
     kill_session,
     last_step,
+    lay_traps,
     saved_steps,
     until,
 )
@@ -92,19 +93,11 @@ def test_something_is_printed_before_the_long_imports(tmp_path: Path) -> None:
 
 @pytest.fixture
 def traps(tmp_path: Path) -> Iterator[Path]:
-    """A folder where a user may stand: modules with the names of others, which nobody is to run."""
+    """A folder where a user may stand, as the run `spawned` does: see tests/cli/test_runs.py."""
     here = tmp_path / "here"
-    for name in ("co2", "multiprocessing", "numpy", "tasks", "torch", "train"):
-        (here / name).mkdir(parents=True)
-        (here / name / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a')")
+    lay_traps(here)
     yield here
-    assert not (tmp_path / "ran").exists(), "a module of the current folder was run"
-
-
-def test_what_lies_where_the_user_stands_is_not_run(traps: Path) -> None:
-    words = ("method=local_sgd", "train.steps=4", "data.workers=1")
-    ended = execute(command(*TOY, *words, runs=traps / "runs"), traps / "runs")
-    assert "Traceback" not in ended.err  # of Python's helpers
+    assert not (here / "ran").exists(), "a module of the current folder was run"
 
 
 def test_a_script_of_ones_own_has_its_modules(traps: Path, tmp_path: Path) -> None:

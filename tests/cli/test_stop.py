@@ -52,13 +52,24 @@ NOT_SAVED = "checkpoint.every=0"
 
 
 def test_told_to_stop(tmp_path: Path, spawned: Run) -> None:
-    """SIGTERM, SIGUSR1 and SIGHUP to train.py."""
+    """SIGTERM, SIGUSR1 and SIGHUP to train.py. Ctrl-Z and fg before tell nobody to stop."""
     arguments, runs = (*STORY, SLOW, NOT_SAVED), tmp_path / "runs"
+    folder = folder_of(*arguments, runs=runs)
     saved: list[int] = []
-    for number, step in ((signal.SIGTERM, 5), (signal.SIGUSR1, 20), (signal.SIGHUP, 35)):
+
+    def put_aside(process: Process) -> None:
+        for _ in range(2):
+            os.kill(process.pid, signal.SIGSTOP)
+            until(lambda: state(process.pid) == "T", process)
+            os.kill(process.pid, signal.SIGCONT)
+            seen = last_step(folder)
+            until(lambda s=seen: last_step(folder) > s, process)
+        os.kill(process.pid, signal.SIGTERM)
+
+    acts = (put_aside, signalled(signal.SIGUSR1), signalled(signal.SIGHUP))
+    for act, step in zip(acts, (5, 20, 35), strict=True):
         when = trained(max([step, *(one + 1 for one in saved)]))  # by this process
-        told = {"when": when, "act": signalled(number), "status": PREEMPTED}
-        run = interrupted(*arguments, runs=runs, **told)
+        run = interrupted(*arguments, runs=runs, when=when, act=act, status=PREEMPTED)
         assert resumed_at(run.out) == saved[-1:]
         (newest,) = set(saved_steps(run.folder)) - set(saved)
         assert step < newest < 60
@@ -70,6 +81,12 @@ def test_told_to_stop(tmp_path: Path, spawned: Run) -> None:
     assert resumed_at(ended.out) == saved[-1:]
     assert saved_steps(ended.folder) == saved[-2:]
     assert_same_run(ended.folder, spawned.folder)
+
+
+def state(pid: int) -> str:
+    """Of a process: T while it is stopped."""
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return text.rpartition(") ")[2][0]
 
 
 @pytest.mark.parametrize("elastic", ["false", "true"])
@@ -112,30 +129,6 @@ def test_a_worker_that_does_not_answer(tmp_path: Path) -> None:
     (line,) = [line for line in log.read_text().splitlines() if "error" in line]
     says = "error: worker . has lost another worker: .* checkpoint.grace_s=0 seconds"
     assert re.match(says, line)
-
-
-def test_put_aside_for_a_moment(tmp_path: Path) -> None:
-    """Ctrl-Z and fg tell nobody to stop, and what is told afterwards is heard."""
-    arguments, runs = (*STORY, "toy.delay_s=0.1"), tmp_path / "runs"
-    folder = folder_of(*arguments, runs=runs)
-
-    def put_aside(process: Process) -> None:
-        for _ in range(3):
-            os.kill(process.pid, signal.SIGSTOP)
-            until(lambda: state(process.pid) == "T", process)
-            os.kill(process.pid, signal.SIGCONT)
-            seen = last_step(folder)
-            until(lambda s=seen: last_step(folder) > s, process)
-        os.kill(process.pid, signal.SIGTERM)
-
-    told = {"act": put_aside, "status": PREEMPTED}
-    assert "Traceback" not in interrupted(*arguments, runs=runs, when=trained(1), **told).out
-
-
-def state(pid: int) -> str:
-    """Of a process: T while it is stopped."""
-    text = Path(f"/proc/{pid}/stat").read_text()
-    return text.rpartition(") ")[2][0]
 
 
 def test_told_before_there_are_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import yaml
-from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 
 import co2
 import train
-from co2.app.compose import plain
+from co2.app.compose import composed
 from co2.app.schema import typed
 from co2.app.tuned import with_tuned
 from co2.comm.mesh import Mesh
@@ -299,8 +298,7 @@ def test_composes(place: tuple[str, str], method: str) -> None:
     task, scale = place
     choice = [f"task={task}", f"method={method}", f"scale={scale}", "launch.workers=2"]
     conf = train.APP.conf
-    with initialize_config_dir(config_dir=str(conf), version_base="1.3"):
-        values, _ = with_tuned(conf, plain(compose("config", choice)), choice, train.APP.methods)
+    values, _ = with_tuned(conf, composed(conf, choice), choice, train.APP.methods)
     config = typed(values, METHODS, TASKS)
     assert (config.task, config.method, config.scale) == (task, method, scale)
     made = train.APP.make_task(config)
@@ -334,12 +332,9 @@ def test_goes_on_exactly(workers: Pool, tmp_path: Path, root: Path, text: Path, 
     assert_same_run(whole.folder, again.folder)
 
 
-def test_loading_ahead_changes_nothing(tmp_path: Path) -> None:
+def test_loading_ahead_changes_nothing(workers: Pool, tmp_path: Path) -> None:
     """Processes that make batches change neither weights nor figures; and they end with the run."""
-    arguments = ("task=resnet50", "launch.workers=1", "train.steps=6", "train.batch_size=4")
-    arguments += ("log.every=1", "co2.tau=2")
-    folders = [
-        cli(*arguments, f"data.workers={ahead}", runs=tmp_path / str(ahead)).folder
-        for ahead in (0, 1)
-    ]
-    assert_same_run(*folders)
+    words = ("task=resnet50", "train.steps=6", "train.batch_size=4", "log.every=1", "co2.tau=2")
+    plain = pooled(workers, 1, *words, runs=tmp_path / "plain")
+    ahead = cli(*words, "launch.workers=1", "data.workers=1", runs=tmp_path / "ahead")
+    assert_same_run(plain.folder, ahead.folder)

@@ -84,6 +84,7 @@ import co2
         "python -m http.server",
         "python -m recipes run nothing",
         "python -m recipes tune gpt2 nothing",
+        "make rehearse ARGS=task=nothing",
         "sbatch --array=0-4 slurm/sweep.sbatch task=gpt2 co2.tau=1,3",
         "torchrun --nproc-per-node 3 train.py mesh.replica_size=2",
     ],
