@@ -236,7 +236,7 @@ def held_in_training(config: Config) -> tuple[int, int]:
         optimizer = task.optimizer(module)
         method = train.APP.make_method(config)
         wrapped = method.prepare(module, optimizer, Mesh.world(device="cpu"), lambda step: 1e-3)
-        for _ in range(3):
+        for _ in range(2):
             for _ in range(config.train.accumulate):
                 batch = task.blank()
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
