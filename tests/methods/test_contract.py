@@ -333,7 +333,7 @@ RESUMED_ON = [(case, 2) for case in RESUMED] + [(case, 1) for case in SETTINGS.i
 
 FORMS: list[Case] = [
     ("diloco", {"tau_power": 2.0}),
-    ("cocod_sgd", {"blocking_share": 0.4}),
+    *((n, {"blocking_share": 0.4}) for n in ("overlap_local_sgd", "cocod_sgd", "eager_diloco")),
     ("streaming_diloco", {"tau": 5, "fragments": 3}),
     ("streaming_diloco", {"fragments": 1, "delay": None}),
     ("streaming_diloco", {"exchange": "int4"}),

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, adam
 
 import co2
 from benchmarks.launches import ROUNDS, gpt2, of_gpt2
@@ -418,7 +418,7 @@ def test_of_one_place_the_values_are_added_in_their_order() -> None:
 @pytest.fixture
 def no_inner_steps() -> Iterator[None]:
     """On meta tensors AdamW's own, of which no launch is counted, take ten times what is tested."""
-    with patch.object(torch.optim.adam, "adam", lambda *_, **__: None):
+    with patch.object(adam, "adam", lambda *_, **__: None):
         yield
 
 

@@ -297,8 +297,8 @@ def test_two_replicas_of_two_workers(workers, kind):
         assert max(sent) < 0.6 * whole
 
 
-AGAIN: dict[str, Any] = {"optimizer": "adamw", "accumulate": 2, "recompute": True}
-CLIPPED: dict[str, Any] = {"optimizer": "adamw", "clip_norm": 0.5}
+IN_PARTS: dict[str, Any] = {"optimizer": "adamw", "accumulate": 2}
+CLIPPED: dict[str, Any] = {"optimizer": "adamw", "recompute": True, "clip_norm": 0.5}
 CUT, EXPERTS = (Strategy.zero2, Strategy.zero3), (Strategy.ep,)
 OTHERS: list[tuple[str, tuple[Strategy, ...], dict[str, Any]]] = [
     ("sparseloco", (Strategy.ddp, Strategy.zero1), {}),
@@ -306,8 +306,8 @@ OTHERS: list[tuple[str, tuple[Strategy, ...], dict[str, Any]]] = [
     ("demo", (Strategy.ddp,), {"optimizer": "plain"}),  # refuses zero1
     ("co2", DENSE, {"replicas": 1}),
     ("co2", EXPERTS, {"replicas": 1, "experts": True}),
-    *(("co2", EXPERTS, {"experts": True, **more}) for more in (AGAIN, CLIPPED)),
-    ("co2", (Strategy.ddp, *CUT), AGAIN),
+    *(("co2", EXPERTS, {"experts": True, **more}) for more in (IN_PARTS, CLIPPED)),
+    ("co2", (Strategy.ddp, *CUT), IN_PARTS),
     ("co2", (Strategy.zero1, *CUT), CLIPPED),
     *((kind, EXPERTS, {"experts": True}) for kind in ("allreduce", "co2 by norm")),
     ("co2_keep with moments", EXPERTS, {"experts": True, "optimizer": "adamw"}),
