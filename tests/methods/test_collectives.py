@@ -184,6 +184,7 @@ LATE: list[tuple[Case, int]] = [
     *(((name, SETTINGS[name]), 2) for name in OVERLAPPED),
     (("co2", SETTINGS["co2"]), 3),
     *((IN_PARTS, world) for world in (2, 3)),
+    (("streaming_diloco", {**SETTINGS["streaming_diloco"], "exchange": "int8"}), 3),
     *(((name, MOMENTS[name]), 2) for name in ("co2", "co2_keep")),
 ]
 
