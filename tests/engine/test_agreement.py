@@ -17,6 +17,7 @@ import torch.distributed as dist
 from co2.elastic.heartbeat import Heartbeat, Sign, add_to, announce_gone, key
 from co2.elastic.members import Expelled, MemberLost, Members, StoreLost, ThreadFailed, Unreachable
 from tests.engine.virtual import VirtualStore, World, virtual
+from tests.grids import grid
 
 SILENT_S = 10.0
 WATCHERS = 8
@@ -224,8 +225,9 @@ class TestLosses:
             limit_s = 0.5 if told else 1.3 * SILENT_S
             assert took_s < limit_s + 8 * round_trip_s
 
-    def test_of_128_members_some_are_lost_in_each_round(self) -> None:
-        number, victims = 128, ((0, 17, 127), (1, 100))
+    @pytest.mark.parametrize("number", grid([32, 128], (32).__eq__))
+    def test_of_many_members_some_are_lost_in_each_round(self, number: int) -> None:
+        victims = ((0, 17, number - 1), (1, number - 4))
         gone = {one for several in victims for one in several}
 
         def train(me: int) -> tuple[tuple[int, ...], list[float]]:
@@ -438,7 +440,10 @@ class TestHeartbeat:
         world.run(*[lambda me: found[me].start()] * number)
         return found, over
 
-    @pytest.mark.parametrize(("number", "round_trip_s"), [(8, 0.005), (8, 0.2), (128, 0.2)])
+    @pytest.mark.parametrize(
+        ("number", "round_trip_s"),
+        grid([(8, 0.005), (32, 0.2), (128, 0.2)], lambda case: case[0] < 128),
+    )
     def test_one_that_hangs_is_found(self, number: int, round_trip_s: float) -> None:
         """By all that watch it, once it has been silent for `silent_s`, and not much later."""
         with virtual(round_trip_s) as world:

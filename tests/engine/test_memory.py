@@ -21,7 +21,6 @@ from co2.config import CommConfig, Config, Precision
 from co2.gpus import GPUS, gpu_of
 from co2.methods import METHODS
 from co2.methods.shared import compressed_adam
-from co2.train import meters
 from co2.train.estimate import Holdings, Live, holdings, work
 from co2.train.within_replica import blocks, checkpoint_activations
 from tests.methods.driver import ADAM, FP32_ONLY, NEEDS_SGD
@@ -209,17 +208,6 @@ def test_the_watch_sees_a_temporary():
     assert seen.largest == 5000
 
 
-def test_ledger_adds_up():
-    model, optimizer, method = build("co2")
-    method.prepare(model, optimizer, co2.Mesh.world())
-    make_steps(model, method, 2)
-    ledger = meters.ledger(model, optimizer, method)
-    assert ledger.parameter_bytes == ledger.gradient_bytes == 4 * PARAMS
-    assert ledger.inner_state_bytes == 2 * 4 * PARAMS + 3 * 4  # AdamW counts steps in a float
-    assert ledger.extra_bytes == 3 * 4 * PARAMS
-    assert ledger.scratch_bytes == min(4 * PARAMS, 4 * flat._CHUNK["cpu"])
-
-
 def run_of(*overrides: str) -> Config:
     return train.APP.config(["resume=never", "launch.backend=gloo", "launch.workers=1", *overrides])
 
@@ -236,7 +224,7 @@ def held_in_training(config: Config) -> tuple[int, int]:
         optimizer = task.optimizer(module)
         method = train.APP.make_method(config)
         wrapped = method.prepare(module, optimizer, Mesh.world(device="cpu"), lambda step: 1e-3)
-        for _ in range(3):
+        for _ in range(2):
             for _ in range(config.train.accumulate):
                 batch = task.blank()
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):

@@ -121,15 +121,6 @@ def test_a_late_mean_is_hidden_below_a_round_and_exposed_above(method):
     assert start.exposed_s * 40 == pytest.approx(9 * (twice.wire_s - 4)), "none in round 0"
 
 
-@pytest.mark.parametrize("method", sorted({*BLOCKING} - {*GATHERED, *FURTHER}))
-def test_a_blocking_mean_is_exposed_whole(method):
-    found = run(method)
-    assert found.exposed_s * 4 == pytest.approx(found.wire_s)
-    assert found.step_s == pytest.approx(1 + 1.5 / 4)
-    assert found.exposed_share == pytest.approx(1.5 / 5.5)
-    assert found.overlap == pytest.approx(0)
-
-
 def test_one_replica_is_never_exposed():
     found = run("allreduce", workers=1, bucket_bytes=10**5)  # -3e-16 s where clocks round
     assert found.exposed_s == 0 and found.exposed_share == 0
@@ -287,6 +278,9 @@ def test_the_vector_against_loops_over_events(method, workers, megabytes):
     assert found.exposed_s * rounds * length == pytest.approx(sum(exposed) / workers)
     assert found.step_s * rounds * length == pytest.approx(sum(clock) / workers)
     assert found.throughput == pytest.approx(sum(rounds * length / own for own in clock))
+    assert found.exposed_share == pytest.approx(sum(exposed) / sum(clock))
+    if method in BLOCKING and workers > 1:
+        assert found.overlap == pytest.approx(0)
 
 
 def test_jitter_has_the_mean_and_the_spread_asked_for():

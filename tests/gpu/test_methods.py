@@ -23,7 +23,7 @@ from co2.methods import METHODS
 from co2.methods.base import HOST, Method
 from co2.streams import BatchCopies
 from co2.train.state_file import HostCopy
-from tests.gpu import CUDA, DEVICES, gpu_only, no_waits
+from tests.gpu import CUDA, DEVICES, SLOWLY, gpu_only, no_waits
 from tests.methods.driver import MOMENTS, NEEDS_SGD, SETTINGS, SHARDED, Case, assert_same, inner_of
 from tests.methods.interpreted import results
 from tests.methods.test_packed_means import KERNELS
@@ -156,7 +156,7 @@ def in_pool(rank: int, world: int) -> list[Any]:
     return [trajectory(case, "cpu", rank=rank) for case in OF_TWO]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", SLOWLY)
 def test_two_replicas_of_co2_run(
     workers: Pool, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:

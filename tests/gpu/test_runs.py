@@ -35,7 +35,7 @@ from tests.cli.harness import (
     until,
 )
 from tests.cli.test_elastic import STEPS, assert_no_step_is_missing, changes, disturbed, words
-from tests.gpu import DEVICES, SLOWLY, gpu_only
+from tests.gpu import SLOWLY, gpu_only
 from tests.grids import nonempty
 from tests.server import Forked, environment, fork_program
 from tests.workers import Pool
@@ -104,7 +104,7 @@ def test_sampling_and_export(
     assert (tmp_path / "exported" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", SLOWLY)
 def test_goes_on_exactly_with_a_mean_in_flight(workers: Pool, tmp_path: Path, device: str) -> None:
     """Two workers that share a GPU. They stop amid a round."""
     words = (*STORY, *placed(device, host=True), "toy.hidden=32")
@@ -119,7 +119,7 @@ def test_goes_on_exactly_with_a_mean_in_flight(workers: Pool, tmp_path: Path, de
     assert_same_run(whole.folder, again.folder)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", SLOWLY)
 @pytest.mark.parametrize("method", ["co2", "streaming_diloco"])
 def test_a_trace_ends_with_its_collectives(
     workers: Pool, tmp_path: Path, method: str, device: str

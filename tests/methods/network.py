@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from co2.comm import flat
+from co2.comm.runners import HostRunner
 from co2.config import CommConfig, CommDevice
 from co2.methods.allreduce import AllReduce
 from co2.methods.base import Method
@@ -85,7 +86,7 @@ class Recorder(TorchDispatchMode):
 
 
 class HeldWork:
-    """What `all_reduce(async_op=True)` returned, had the network not moved before `release`."""
+    """What is under way, had the network not moved before `release`."""
 
     def __init__(self, launch: Callable[[], Any], delay: int) -> None:
         self.steps_seen, self.delay = -1, delay
@@ -111,8 +112,9 @@ class HeldWork:
 
 
 class SlowNetwork:
-    """Inside `with`: an asynchronous all_reduce reads and writes its tensor `delay(n)` local steps
-    after its launch, all at once; or when it is waited for, if that comes first.
+    """Inside `with`: an asynchronous all_reduce, or a sequence of collectives in the background,
+    reads and writes its tensors `delay(n)` local steps after its launch, all at once; or when it is
+    waited for, if that comes first.
 
     n counts the launches. The user calls `tick()` after each local step. Blocking collectives pass.
     """
@@ -124,21 +126,28 @@ class SlowNetwork:
     def __enter__(self) -> "SlowNetwork":
         original = dist.all_reduce
 
-        def all_reduce(*args: Any, **kwargs: Any) -> Any:
-            if not kwargs.pop("async_op", False):
-                return original(*args, **kwargs)
-            work = HeldWork(lambda: original(*args, **kwargs), self.delay(len(self.works)))
+        def held(launch: Callable[[], Any]) -> HeldWork:
+            work = HeldWork(launch, self.delay(len(self.works)))
             self.works.append(work)
             if work.delay == 0:
                 work.release()
             return work
 
-        self._patch = patch.object(dist, "all_reduce", all_reduce)
-        self._patch.start()
+        def all_reduce(*args: Any, **kwargs: Any) -> Any:
+            if not kwargs.pop("async_op", False):
+                return original(*args, **kwargs)
+            return held(lambda: original(*args, **kwargs))
+
+        def run(runner: Any, sequence: Callable[[], None]) -> None:
+            runner._works = [held(sequence)]
+
+        self._patches = ExitStack()
+        self._patches.enter_context(patch.object(dist, "all_reduce", all_reduce))
+        self._patches.enter_context(patch.object(HostRunner, "run", run))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._patch.stop()
+        self._patches.close()
 
     def tick(self) -> None:
         """A local step is over, the one that launched included."""

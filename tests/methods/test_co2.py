@@ -3,8 +3,6 @@ wherever the state lies and whenever it moves."""
 
 import re
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import co2
 import train
@@ -151,85 +149,6 @@ def test_every_layout(rank: int, world: int) -> None:
         history, method = drifted(rank, ("co2", SHARDED), [50, 7])
     assert len(method.anchor) == 8, "a row is no longer than a chunk"
     torch.testing.assert_close(history, plain, rtol=1e-12, atol=1e-12)
-
-
-class SlowBackground:
-    """Inside `with`: what `BackgroundMean.run` launches begins `delay(n)` local steps later, or
-    when somebody waits for it. n counts the launches; the user calls `tick()` after each local
-    step."""
-
-    def __init__(self, delay: Callable[[int], int]) -> None:
-        self.delay = delay
-        self.left: list[int] = []
-        self.gates: list[threading.Event] = []
-        self.forced: list[bool] = []
-        self._patches = ExitStack()
-
-    def __enter__(self) -> "SlowBackground":
-        run, wait = BackgroundMean.run, BackgroundMean.wait
-
-        def held(mean: BackgroundMean, sequence: Callable[[], None]) -> None:
-            gate = threading.Event()
-            self.left.append(self.delay(len(self.left)) + 1)
-            self.gates.append(gate)
-            self.forced.append(False)
-
-            def carried() -> None:
-                assert gate.wait(60)
-                sequence()
-
-            run(mean, carried)
-
-        def impatient(mean: BackgroundMean) -> Tensor | None:
-            if self.gates and not self.gates[-1].is_set():
-                self.forced[-1] = True
-                self.gates[-1].set()
-            return wait(mean)
-
-        self._patches.enter_context(patch.object(BackgroundMean, "run", held))
-        self._patches.enter_context(patch.object(BackgroundMean, "wait", impatient))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._patches.close()
-
-    def tick(self) -> None:
-        """A local step is over, the one that launched included."""
-        for index, gate in enumerate(self.gates):
-            self.left[index] -= 1
-            if self.left[index] <= 0:
-                gate.set()
-
-
-@replicas()
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_background_may_take_a_whole_round(rank: int, world: int) -> None:
-    """Weights and figures are on slow networks those on the real one."""
-    expected = watched(rank, lambda n: 0)
-    for delay in range(1, TAU + 1):
-        history, figures, forced = watched(rank, lambda n, delay=delay: delay)
-        assert_same((history, figures), expected[:2])
-        assert forced == ([True] * (ROUNDS - 1) + [False] if delay == TAU else [False] * ROUNDS)
-    uneven = watched(rank, lambda n: (n + 2 * rank) % (TAU + 1))
-    assert_same(uneven[:2], expected[:2])
-
-
-def watched(rank: int, delay: Callable[[int], int]) -> tuple[list[Any], list[Any], list[bool]]:
-    """Weights and the logged figures after each step, and which backgrounds were waited for before
-    their time."""
-    session = Session(rank, "co2", ELEMENTWISE)
-    history, figures = [], []
-    with SlowBackground(delay) as network:
-        for _ in range(STEPS):
-            session.step()
-            network.tick()
-            history.append(session.snapshot())
-            own = session.method.stats().own
-            figures.append((own["gap"], own["clipped"]))
-        for gate in network.gates:
-            gate.set()
-        session.method.flush()
-    return history, figures, network.forced
 
 
 @replicas(3)

@@ -5,7 +5,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -155,32 +155,44 @@ def test_consensus_at_the_end_of_the_first_round_of_tau_auto(rank: int) -> None:
 # Networks as slow as they may be.
 
 
+Figures = tuple[Snapshot, dict[str, float]]
+
+
 def on_slow_network(
-    rank: int, case: Case, delay: Callable[[int], int]
-) -> tuple[list[Snapshot], list[bool]]:
-    """A trajectory, and of each collective whether it was waited for before its time."""
-    session = Session(rank, *case, inner_of(case))
-    history = [session.snapshot()]
-    with SlowNetwork(delay) as network:
+    rank: int, case: Case, delay: Callable[[int], int] | None
+) -> tuple[list[Figures], list[bool]]:
+    """Weights and the method's own figures after each step, and of each collective whether it was
+    waited for before its time. None: on the real network."""
+    session, history = Session(rank, *case, inner_of(case)), []
+    network = SlowNetwork(delay or (lambda n: 0))
+    with network if delay else nullcontext():
         for _ in range(STEPS):
             session.step()
             network.tick()
-            history.append(session.snapshot())
+            history.append((session.snapshot(), session.method.stats().own))
         forced = [work.forced for work in network.works]
         session.method.flush()
     return history, forced
 
 
+IN_PARTS: Case = (
+    "co2",
+    {**SETTINGS["co2"], "shard": True, "gap_penalty": "gap_aware_elementwise"}
+    | {"clip": 0.2, "clip_mode": "norm"},
+)
 LATE: list[tuple[Case, int]] = [
     *(((name, SETTINGS[name]), 2) for name in OVERLAPPED),
     (("co2", SETTINGS["co2"]), 3),
+    *((IN_PARTS, world) for world in (2, 3)),
+    (("streaming_diloco", {**SETTINGS["streaming_diloco"], "exchange": "int8"}), 3),
     *(((name, MOMENTS[name]), 2) for name in ("co2", "co2_keep")),
 ]
 
 
 def is_telling(one: tuple[Case, int]) -> bool:
-    (name, settings), world = one
-    return world == 3 or settings is MOMENTS.get(name) or (name in OF_A_KIND and name != "co2")
+    case, world = one
+    of_a_kind = case[0] in OF_A_KIND and case[0] != "co2"
+    return world == 3 or of_a_kind or case in (IN_PARTS, *MOMENTS.items())
 
 
 @replicas()
@@ -196,7 +208,7 @@ def test_the_network_may_take_a_whole_round(rank: int, world: int, case: Case) -
     together = 2 if "average_moments" in settings else 1
     number = STEPS if name == "acco" else ROUNDS * settings.get("fragments", together)
     left = 0 if "fragments" in settings else together  # of fragments none starts at the last step
-    expected = trajectory(rank, world, *case, inner_of(case))
+    expected, _ = on_slow_network(rank, case, None)
     for delay in range(late + 1):
         history, forced = on_slow_network(rank, case, lambda n, delay=delay: delay)
         assert_same(history, expected)

@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, adam
 
 import co2
 from benchmarks.launches import ROUNDS, gpt2, of_gpt2
@@ -41,9 +40,8 @@ def vectors(numel: int, step: int, world: int, dtype: torch.dtype) -> list[Tenso
     return list((drawn + 0.3).to(dtype))
 
 
-@contextmanager
-def counting(world: int) -> Iterator[list[int]]:
-    """Bytes handed to others by each collective."""
+def bytes_sent(packed: CompressedMean | SparseMean, mean: BackgroundMean, world: int) -> int:
+    """Of one mean, as it counts itself, which is what it hands to others in collectives."""
     sent: list[int] = []
 
     def counted(collective: Any, to: float) -> Any:
@@ -56,7 +54,13 @@ def counting(world: int) -> Iterator[list[int]]:
     to_all = counted(dist.all_to_all_single, (world - 1) / world)
     gather = counted(dist.all_gather_into_tensor, world - 1)
     with patch.multiple(dist, all_to_all_single=to_all, all_gather_into_tensor=gather):
-        yield sent
+        packed.start(mean.buffer.normal_())
+        mean.wait()
+    totals = mean.totals()
+    assert totals.comm_s > 0 and totals.exposed_s > 0
+    assert sum(sent) == totals.bytes_sent
+    mean.close()
+    return int(totals.bytes_sent)
 
 
 # Signs and small integers.
@@ -90,10 +94,6 @@ def encoded(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return packed[0], found
 
 
-def compressed(x: Tensor, kind: str) -> Tensor:
-    return encoded(x, kind)[1]
-
-
 @pytest.mark.parametrize(
     ("kind", "x", "expected"),
     [
@@ -108,7 +108,7 @@ def compressed(x: Tensor, kind: str) -> Tensor:
     ],
 )
 def test_known_values(kind: str, x: list[float], expected: list[float]) -> None:
-    assert compressed(torch.tensor(x), kind).tolist() == pytest.approx(expected, rel=1e-6)
+    assert encoded(torch.tensor(x), kind)[1].tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def compressed_mean(
@@ -229,17 +229,11 @@ def test_bytes_are_codes_and_scales(world: int, kind: str) -> None:
     for sizes in ([1_000_000], MANY):
         mean = BackgroundMean(sum(sizes), mesh)
         packed = CompressedMean(sizes, mesh, mean, BITS[kind])
-        with counting(world) as sent:
-            packed.start(mean.buffer.fill_(1))
-            mean.wait()
-        totals, exact = mean.totals(), mean.bytes_per_mean()
-        assert totals.comm_s > 0 and totals.exposed_s > 0
+        sent, exact = bytes_sent(packed, mean, world), mean.bytes_per_mean()
         scales = 2 * (world - 1) * 4 * 102  # in the row of a chunk with half of them
         rounding = 2 * (world - 1) * 4  # to whole scales
         more = scales + rounding if sizes is MANY else 0
-        assert sum(sent) == totals.bytes_sent
-        assert exact * share <= totals.bytes_sent <= 1.05 * exact * share + more
-        mean.close()
+        assert exact * share <= sent <= 1.05 * exact * share + more
 
 
 # The few largest elements.
@@ -353,14 +347,7 @@ def test_bytes_are_14_bits_a_value_and_32_a_chunk(
             bits += 14 * max(1, round(density * min(4096, size - begin))) + 32
     mean = BackgroundMean(sum(sizes), mesh)
     packed = SparseMean(sizes, mesh, mean, density, 0.95)
-    with counting(world) as sent:
-        packed.start(mean.buffer.normal_())
-        mean.wait()
-    totals = mean.totals()
-    assert totals.comm_s > 0 and totals.exposed_s > 0
-    assert sum(sent) == totals.bytes_sent
-    assert (world - 1) * bits / 8 <= totals.bytes_sent <= 1.05 * (world - 1) * bits / 8
-    mean.close()
+    assert 1 <= bytes_sent(packed, mean, world) / ((world - 1) * bits / 8) <= 1.05
 
 
 # Many replicas send several messages, one after the other: what is received takes no more memory
@@ -375,18 +362,13 @@ def drawn(rank: int, step: int) -> list[Tensor]:
 
 
 def sparse_twice(rank: int) -> list[Tensor]:
-    """A mean and what is left over, after two rounds."""
+    """The means of two rounds and what is left over."""
     vectors = [torch.cat([part.flatten() for part in drawn(rank, step)]) for step in range(2)]
-    mesh, sizes = co2.Mesh.world(), [part.numel() for part in drawn(rank, 0)]
-    mean = BackgroundMean(sum(sizes), mesh, dtype=torch.float64)
-    taken = SparseMean(sizes, mesh, mean, 0.1, 0.9)
+    sizes = [part.numel() for part in drawn(rank, 0)]
+    mean = sparse_mean_of(sizes, 0.1, 0.9, torch.float64)
     for vector in vectors:
-        mean.buffer.copy_(vector)
-        taken.start(mean.buffer)
-        mean.wait()
-    found = [mean.buffer.clone(), taken.error]
-    mean.close()
-    return found
+        mean.mean_(vector)
+    return [*vectors, mean.error]
 
 
 def waves_twice(rank: int) -> list[Tensor]:
@@ -433,6 +415,14 @@ def test_of_one_place_the_values_are_added_in_their_order() -> None:
     assert out.tolist() == [1.0, 1 + 2 * tiny]
 
 
+@pytest.fixture
+def no_inner_steps() -> Iterator[None]:
+    """On meta tensors AdamW's own, of which no launch is counted, take ten times what is tested."""
+    with patch.object(adam, "adam", lambda *_, **__: None):
+        yield
+
+
+@pytest.mark.usefixtures("no_inner_steps")
 @pytest.mark.parametrize("name", ["demo", "sparseloco"])
 def test_512_replicas_take_little_more_than_eight(name: str) -> None:
     """Of GPT-2 small: two words a parameter at most, and some launches for each message."""
@@ -478,6 +468,7 @@ def test_same_bits(interpreted: dict[str, list[Tensor]], name: str) -> None:
     assert_same(interpreted[name], results(KERNELS[name]))
 
 
+@pytest.mark.usefixtures("no_inner_steps")
 @pytest.mark.parametrize("name", [name for name in ROUNDS if name != "demo"])  # some a tensor
 def test_a_round_of_gpt2_takes_under_60_launches(name: str) -> None:
     """Where moments arrive late they are an exchange of their own, beside that of the weights."""

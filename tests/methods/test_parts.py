@@ -3,16 +3,11 @@ of Streaming DiLoCo and of kept progress. Who and what is drawn or dealt out, wh
 of it, and how large NoLoCo's γ may be."""
 
 import itertools
-import random
-import time
 from collections import Counter
 from itertools import accumulate
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -26,7 +21,7 @@ from co2.methods.shared.fragments import offset
 from co2.methods.streaming_diloco import StreamingDiLoCo, layer, strided, sync_step
 from tests.grids import grid
 from tests.methods import problem
-from tests.methods.driver import SETTINGS, assert_same, drifted, trajectory
+from tests.methods.driver import drifted
 from tests.methods.test_identities import TAU, round_starts
 from tests.workers import everybody, replicas
 
@@ -174,26 +169,6 @@ def test_no_two_fragments_share_a_step(tau: int) -> None:
             assert firsts == list(range(tau // fragments, tau + 1, tau // fragments))
         apart = {b - a for a, b in itertools.pairwise(firsts)}
         assert apart <= {tau // fragments, -(-tau // fragments)}, "as even as whole steps can be"
-
-
-@replicas(3)
-def test_a_quantized_exchange_may_take_its_time(rank: int, world: int) -> None:
-    """Collectives that take up to 20 ms, others on each replica, beside steps that take one."""
-    settings = {**SETTINGS["streaming_diloco"], "delay": 2, "exchange": "int8"}
-    expected = trajectory(rank, world, "streaming_diloco", settings)
-    source = random.Random(rank)
-
-    def slowed(collective: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(source.random() / 50)
-            return collective(*args, **kwargs)
-
-        return call
-
-    names = ("all_to_all_single", "all_gather_into_tensor")
-    with patch.multiple(dist, **{name: slowed(getattr(dist, name)) for name in names}):
-        for _ in range(3):
-            assert_same(trajectory(rank, world, "streaming_diloco", settings), expected)
 
 
 @pytest.mark.parametrize(

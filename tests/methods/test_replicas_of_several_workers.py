@@ -302,7 +302,8 @@ def test_workers_of_a_replica_count_as_one(workers, kind):
     compare(workers, kind, [Strategy.ddp], optimizer="adamw" if kind in NEED_ADAM else "sgd")
 
 
-IN_A_LOOP: list[dict[str, Any]] = [{"accumulate": 2}, {"recompute": True}, {"clip_norm": 0.5}]
+IN_PARTS: dict[str, Any] = {"optimizer": "adamw", "accumulate": 2}
+CLIPPED: dict[str, Any] = {"optimizer": "adamw", "recompute": True, "clip_norm": 0.5}
 CUT, EXPERTS = (Strategy.zero2, Strategy.zero3), (Strategy.ep,)
 OTHERS: list[tuple[str, tuple[Strategy, ...], dict[str, Any]]] = [
     ("sparseloco", (Strategy.ddp, Strategy.zero1), {}),
@@ -310,8 +311,9 @@ OTHERS: list[tuple[str, tuple[Strategy, ...], dict[str, Any]]] = [
     ("demo", (Strategy.ddp,), {"optimizer": "plain"}),  # refuses zero1
     ("co2", DENSE, {"replicas": 1}),
     ("co2", EXPERTS, {"replicas": 1, "experts": True}),
-    *(("co2", EXPERTS, {"experts": True, "optimizer": "adamw", **more}) for more in IN_A_LOOP),
-    *(("co2", DENSE, {"optimizer": "adamw", **more}) for more in IN_A_LOOP),
+    *(("co2", EXPERTS, {"experts": True, **more}) for more in (IN_PARTS, CLIPPED)),
+    ("co2", (Strategy.ddp, *CUT), IN_PARTS),
+    ("co2", (Strategy.zero1, *CUT), CLIPPED),
     *((kind, EXPERTS, {"experts": True}) for kind in ("allreduce", "co2 by norm")),
     ("co2_keep with moments", EXPERTS, {"experts": True, "optimizer": "adamw"}),
     # A worker may hold nothing at all.

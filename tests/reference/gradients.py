@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import cache
 from itertools import product
 
 import torch
@@ -120,6 +121,7 @@ def divisor(size: int, most: int) -> int:
     return max(d for d in range(1, most + 1) if size % d == 0)
 
 
+@cache
 def wave(frequency: int, size: int) -> Tensor:
     """Of the orthonormal cosine transform, in fp64, with the zeros of the cosine as zeros."""
     scale = math.sqrt((1 if frequency == 0 else 2) / size)
