@@ -65,6 +65,8 @@ class Measured:
         self._setups: dict[object, float] = {}
         """By fixture: what its last setup took."""
         self._seconds: dict[str, float] = defaultdict(float)
+        self._shared: dict[str, float] = defaultdict(float)
+        """By function: what those of its fixtures took that its cases share."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(
@@ -79,22 +81,30 @@ class Measured:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """A fixture that several tests share counts for each, because each may be the first."""
+        """A fixture that several functions share counts once for each, because each may be the
+        first."""
         report = yield
         if call.when == "call":
             fixtures = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
-            used = [one for name, found in fixtures.items() if name not in _SHARED for one in found]
-            setups_s = sum(self._setups.get(one, 0.0) for one in used)
-            report.user_properties.append(("seconds", call.duration + setups_s))
+            setups = {"own": 0.0, "shared": 0.0}
+            for name, found in fixtures.items():
+                for one in found if name not in _SHARED else ():
+                    kind = "own" if one.scope == "function" else "shared"
+                    setups[kind] += self._setups.get(one, 0.0)
+            seconds = call.duration + setups["own"], setups["shared"]
+            report.user_properties.append(("seconds", seconds))
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
-            self._seconds[function(report.nodeid)] += dict(report.user_properties)["seconds"]
+            own_s, shared_s = dict(report.user_properties)["seconds"]
+            name = function(report.nodeid)
+            self._seconds[name] += own_s
+            self._shared[name] = max(self._shared[name], shared_s)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if not hasattr(session.config, "workerinput"):
-            write(self._seconds, self._file)
+            write({name: s + self._shared[name] for name, s in self._seconds.items()}, self._file)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
