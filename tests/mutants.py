@@ -304,7 +304,7 @@ def judge(mutant: Mutant, tests: list[str], tree: Path) -> tuple[str, str]:
         for words in (tests[:MOST], files[:MOST_FILES]):
             status, out = _tested(tree, ["-m", "not slow", *words]) if words else (0, "")
             if status:
-                first = re.search(r"^(?:FAILED|ERROR) (\S+)", out, re.MULTILINE)
+                first = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", out, re.MULTILINE)
                 outcome = "hangs" if "Timeout" in out else "killed"
                 return outcome, first[1] if first else "every test"
     finally:
