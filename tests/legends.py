@@ -5,6 +5,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from co2.record import drawing
+from tests.grids import nonempty
 
 SVG = "{http://www.w3.org/2000/svg}"
 LINK = "{http://www.w3.org/1999/xlink}href"
@@ -29,6 +30,13 @@ def _entries(legend: ElementTree.Element) -> dict[str, Look]:
         for drawn in part.iter():
             seen += [drawn.get(key, "") for key in ("style", LINK)]
     return found
+
+
+def assert_told_apart(path: Path) -> None:
+    """A reader can tell apart what each panel of a figure shows."""
+    for entries in nonempty(legends(path)):
+        assert len(coloured(entries)) <= drawing.CURVES, path
+        assert len(set(entries.values())) == len(entries), path
 
 
 def coloured(legend: dict[str, Look]) -> list[str]:

@@ -34,6 +34,7 @@ from co2.errors import require
 from co2.methods import METHODS
 from co2.methods.local_sgd import LocalSGD
 from co2.methods.shared.auto_tau import CHOICES, choose
+from co2.methods.shared.rounds import WaitingRounds
 from co2.record.provenance import UNKNOWN
 from co2.record.table import Table
 from co2.start import launch
@@ -52,8 +53,6 @@ _WARM_UP = 3
 """Steps that allocate and compile, and count for nothing."""
 _ROUNDS = 48
 """So many are simulated: DES-LOC sends the moments in every third and sixth."""
-_TENTH = 0.1
-"""Of a round may be waiting, under a method that waits in each."""
 FRAGMENTS = (12, 4)
 """Numbers of fragments that are considered. Means are a quarter of a round late either way; of 12
 three are under way together, so that nobody waits for a single slow step."""
@@ -95,8 +94,8 @@ class Measured:
     slowed: float = 1.0
     """Factor on the seconds of a collective beside which steps are computed."""
     uneven: float = 0.0
-    """Share of the seconds of τ steps that the workers wait for the slowest, on average, where all
-    wait for it at their end."""
+    """Seconds that a worker waits for the slowest one, on average, where all wait for it at the end
+    of a round: a share of those that the round's steps take."""
 
     def beside_steps(self) -> "Measured":
         """The same workers, with collectives as they are while steps are computed."""
@@ -172,18 +171,18 @@ def forecast(
     )
     hides = None
     if entry.rounds:
-        share = None if overlapped else getattr(config, "comm_share", _TENTH)
+        share = None if overlapped else getattr(config, "comm_share", WaitingRounds.comm_share)
         best = choose(found.beside_s if overlapped else found.step_s, comm_s, share)
         enough = choose(found.step_s, comm_s, share) < CHOICES[-1] or best < CHOICES[-1]
         hides = best if enough else None
-    share = figures.exposed_share
+    waits = figures.exposed_share
     if not overlapped:
-        share += found.uneven * (1 - share)
+        waits += found.uneven * (1 - waits)
     return Forecast(
         method,
         tau if entry.rounds else None,
         fragments,
-        share,
+        waits,
         hides,
         figures.bytes_per_step,
     )
@@ -363,8 +362,8 @@ def report(found: Measured, tau: int, bucket_bytes: int, overrides: Sequence[str
     lines = [
         f"a step: {found.step_s:.3g} s, and {beside:.0%} more beside a mean, which takes "
         f"{found.slowed - 1:.0%} more beside steps",
-        f"who waits for the slowest replica after {tau} steps waits {found.uneven:.1%} as long, "
-        "on average",
+        "at the end of a round a worker waits for the slowest one, on average "
+        f"{found.uneven:.1%} of the time of its steps",
         f"a mean of {found.vector_bytes / 1e6:.3g} MB over {found.replicas} replicas: "
         f"{whole_s:.3g} s, {whole_s / found.step_s:.3g} steps; the smallest one "
         f"{found.mean.seconds[0] * 1e3:.3g} ms",

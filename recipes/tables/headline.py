@@ -216,8 +216,8 @@ def at_first(ours: Rows, scale: str) -> Table:
     at = [list(whole.head).index(head) for head in FIRST_COLUMNS]
     rows = {str(row[0]): [row[place] for place in at] for row in whole.rows}
     text = (
-        "GPT-2, two workers: steps to AllReduce's loss, of 0.19 M parameters; waits and speed, of "
-        f"1.3 M. Net time combines both: steps at {BUDGET} rounds, divided by the kept speed. Of "
+        "GPT-2, two workers: 0.19 M parameters for steps to AllReduce's loss, 1.3 M for waits and "
+        f"speed. Net time combines both: steps at {BUDGET} rounds, divided by the kept speed. Of "
         "steps and times 1 is AllReduce's where the network costs nothing. ViT on "
         f"{DATA['ViT'].partition(', ')[2]}: AllReduce's accuracy in percent, and points above it. "
         "[Brackets, stars](docs/results.md#cost-and-benefit)."

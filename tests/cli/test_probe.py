@@ -113,7 +113,8 @@ def test_parts_of_a_vector_share_the_link() -> None:
 def test_every_method_is_told_with_the_command_that_starts_it() -> None:
     lines = report(FOUND, 12, 4 * NUMEL, ["task=gpt2", "launch.workers=4"]).splitlines()
     assert lines[0] == "a step: 1 s, and 0% more beside a mean, which takes 0% more beside steps"
-    assert lines[1].startswith("who waits for the slowest replica after 12 steps waits 0.0% as ")
+    waits = "on average 0.0% of the time of its steps"
+    assert lines[1] == f"at the end of a round a worker waits for the slowest one, {waits}"
     assert lines[2].startswith("a mean of 4 MB over 4 replicas: 6 s, 6 steps; ")
     rows = [[cell.strip() for cell in line.split("|")] for line in lines if line[:2] == "| "][1:]
     assert {row[1] for row in rows} == ENTRIES.keys() - {LIMIT}

@@ -20,7 +20,7 @@ from recipes.tables import figures
 from recipes.tables.methods import EVERY_METHOD
 from tests.cli.harness import ROOT
 from tests.grids import nonempty
-from tests.legends import coloured, legends
+from tests.legends import assert_told_apart, legends
 
 PAGES = ("#ffffff", "#0d1117")
 """A white and a black page."""
@@ -110,9 +110,7 @@ def test_a_reader_can_tell_apart_what_committed_figures_show() -> None:
     """Those that render draws are in tests/recipes/test_committed.py."""
     results = ROOT / "results"
     for path in nonempty([*results.glob("*.svg"), *(results / "lab").glob("*.svg")]):
-        for entries in nonempty(legends(path)):
-            assert len(coloured(entries)) <= drawing.CURVES, path
-            assert len(set(entries.values())) == len(entries), path
+        assert_told_apart(path)
 
 
 def test_extrapolated_points_are_hollow() -> None:

@@ -12,7 +12,6 @@ import pytest
 from matplotlib.figure import Figure
 
 from co2.errors import ConfigError
-from co2.record import drawing
 from co2.record.table import read_csv
 from co2_measure.simulate.paper import PAPER as SCALING
 from recipes.recipe import Column, Recipe
@@ -24,7 +23,7 @@ from recipes.tables.render import render
 from recipes.tuning import tune
 from tests.cli.harness import ROOT
 from tests.grids import nonempty
-from tests.legends import coloured, legends
+from tests.legends import assert_told_apart
 
 RESULTS = ROOT / "results"
 PAGES = ("README.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
@@ -67,9 +66,7 @@ def test_all_is_rendered_from_the_values(tmp_path: Path, monkeypatch: pytest.Mon
     assert figures >= set(nonempty(path.name for path in (RESULTS / "figures").iterdir()))
     assert (results / "report.html").read_text().count("<svg") >= len(figures)
     for name in nonempty(figures):
-        for entries in nonempty(legends(results / "figures" / name)):
-            assert len(coloured(entries)) <= drawing.CURVES, name
-            assert len(set(entries.values())) == len(entries), name
+        assert_told_apart(results / "figures" / name)
 
 
 @pytest.mark.parametrize(
