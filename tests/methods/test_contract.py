@@ -12,15 +12,19 @@ another inner optimizer on two, where `make test-slow` has all cases.
 
 import copy
 import dataclasses
+import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from enum import Enum
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from co2.comm.runners import HostRunner
 from co2.config import CommConfig, Precision
 from co2.errors import ConfigError
 from co2.methods import METHODS
@@ -378,6 +382,32 @@ def test_resume_at_every_step(rank: int, world: int, case: Case) -> None:
         assert_same(again.method.state_dict(), state)
         assert_same(again.shown(), shown)
         assert_same(again.train(4 * TAU - step).state(), expected)
+
+
+IN_SEQUENCE = [
+    (name, case)
+    for name, case in (*CASES, CO2_IN_PARTS)
+    if case.get("exchange", "full") != "full" or case.get("shard")
+]
+"""Cases whose exchange has arithmetic in the background, which writes more than a buffer."""
+
+
+@replicas(2)
+@pytest.mark.parametrize("case", nonempty(IN_SEQUENCE), ids=str)
+def test_a_state_is_loaded_while_an_exchange_is_under_way(rank: int, case: Case) -> None:
+    """What it still writes is of the training that is left."""
+    original = HostRunner.run
+
+    def run(runner: HostRunner, sequence: Callable[[], None]) -> None:
+        original(runner, lambda: (time.sleep(0.2), sequence())[1])
+
+    with patch.object(HostRunner, "run", run):
+        session = Session(rank, *case, inner(case[0], "adamw"), total=STEPS).train(2 * TAU)
+        saved, state = session.save(), copy.deepcopy(session.state()[2])
+        for more in range(1, TAU + 1):  # it is under way after some of them
+            session.train(more).load(saved, 2 * TAU)
+            assert_same(session.state()[2], state)
+        session.method.flush()
 
 
 # A state that is loaded under another method or configuration than it was saved with either goes on

@@ -161,12 +161,12 @@ class Stateful:
         if self.mesh.elastic is None:  # else it may be another replica's, and of other weights
             self._check_owner(state.get("owner"))
         guard.loaded()
+        for mean, held in zip(self.means, state["means"], strict=True):
+            mean.load_state_dict(held)  # first: what is in flight may still change the others
         put_values(self._kept, state["values"])
         self.watch.steps = self.steps
         for name, tensor in self.saved_tensors().items():
             tensor.copy_(state["tensors"][name])
-        for mean, held in zip(self.means, state["means"], strict=True):
-            mean.load_state_dict(held)
         self.loaded()
 
     def loaded(self) -> None:
