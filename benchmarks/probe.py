@@ -13,12 +13,15 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import report
+from co2.app.probe import cut
 from co2_measure.lab.slow_network import SlowNetwork, check_root
 from co2_measure.lab.training import TASK, environment, train
 from co2_measure.lab.trial import Conditions, Trial
 
 GOAL = 5.0
 """Points between the two shares."""
+TAU = 12
+"""Of the forecasts, and conf's in training."""
 HEAD = ["Mbit/s", "method", "predicted waiting, %", "measured, %", "points apart"]
 
 
@@ -37,32 +40,42 @@ def main() -> None:
             predicted = probed(args.workers, mbit, Path(folder))
             for method in args.methods.split(","):
                 share, fragments = predicted[method]
+                overrides = cut(method, fragments, TAU)
                 trials = [Trial(args.workers, mbit, method, n) for n in range(args.repeats)]
-                runs = [train(one, Conditions(), Path(folder), fragments) for one in trials]
+                runs = [train(one, Conditions(), Path(folder), overrides) for one in trials]
                 measured = 100 * statistics.median(one["exposed_share"] for one in runs)
                 apart.append(abs(share - measured))
                 values = (f"{value:.1f}" for value in (share, measured, share - measured))
-                rows.append([f"{mbit:g}", " ".join([method, *fragments]), *values])
+                rows.append([f"{mbit:g}", " ".join([method, *overrides]), *values])
                 print(*rows[-1], sep="  ", flush=True)
     within = sum(one <= GOAL for one in apart)
     report.write(
         args.out / "probe.md",
         "What `co2 probe` predicts, and what training measures",
-        f"{args.workers} workers, τ = 12, the laboratory's GPT-2 of 1.3 M parameters; {within} of "
-        f"{len(apart)} are at most {GOAL:g} points apart (the goal), the largest {max(apart):.1f}.",
+        f"{args.workers} workers, τ = {TAU}, the laboratory's GPT-2 of 1.3 M parameters; "
+        f"{within} of {len(apart)} are at most {GOAL:g} points apart (the goal), "
+        f"the largest {max(apart):.1f}.",
         HEAD,
         rows,
     )
 
 
-Forecasts = dict[str, tuple[float, list[str]]]
-"""By method: the percentage of the time that it waits, and the override of its fragments."""
+Forecasts = dict[str, tuple[float, int]]
+"""By method: the percentage of the time that it waits, and its fragments."""
 
 
 def probed(workers: int, mbit: float, folder: Path) -> Forecasts:
     """What the probe says of each method."""
     trial = Trial(workers, mbit, "probe", 0)
-    command = [sys.executable, "-m", "co2", "probe", *TASK, f"runs={folder / 'probe'}"]
+    command = [
+        sys.executable,
+        "-m",
+        "co2",
+        "probe",
+        f"--tau={TAU}",
+        *TASK,
+        f"runs={folder / 'probe'}",
+    ]
     with SlowNetwork([mbit] * workers, cores=Conditions().cores(trial)) as network:
         processes = [
             network.start(worker, command, environment(worker, workers, network.address(0)))
@@ -80,11 +93,8 @@ def shares_in(text: str) -> Forecasts:
         for line in text.splitlines()
         if line.startswith("| ")
     )
-    at = head.index("waits")
-    return {
-        row[0]: (float(row[at].rstrip("%")), [w for w in row[-1].split() if ".fragments=" in w])
-        for row in others
-    }
+    share, fragments = head.index("waits"), head.index("fragments")
+    return {row[0]: (float(row[share].rstrip("%")), int(row[fragments] or 1)) for row in others}
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ def _delay(tau: int) -> int:
     return -(-tau // 4)
 
 
-def _cut(method: str, fragments: int, tau: int) -> list[str]:
+def cut(method: str, fragments: int, tau: int) -> list[str]:
     """The overrides of so many fragments, where the method's defaults are others."""
     if fragments > 1:
         return [f"{method}.fragments={fragments}", f"{method}.delay={_delay(tau)}"]
@@ -207,9 +207,9 @@ def best_forecast(found: Measured, method: str, tau: int, bucket_bytes: int) -> 
     whole = forecast(found, method, tau, bucket_bytes)
     choices = FRAGMENTS if CATALOGUE[method].fragments else ()
     for fragments in (choice for choice in choices if choice <= tau):
-        cut = forecast(found, method, tau, bucket_bytes, fragments)
-        if cut.share <= whole.share + MORE_WAITING:
-            return cut
+        parted = forecast(found, method, tau, bucket_bytes, fragments)
+        if parted.share <= whole.share + MORE_WAITING:
+            return parted
     return whole
 
 
@@ -332,8 +332,18 @@ def _curve(
         size = following
 
 
-def report(found: Measured, tau: int, bucket_bytes: int, overrides: Sequence[str]) -> str:
-    """The forecasts of all methods that are simulated, as a text."""
+def report(
+    found: Measured,
+    tau: int,
+    bucket_bytes: int,
+    overrides: Sequence[str],
+    step_known: bool = False,
+) -> str:
+    """The forecasts of all methods that are simulated, as a text.
+
+    Args:
+        step_known: the seconds of a step were given, so that no steps were made.
+    """
     ahead = [best_forecast(found, name, tau, bucket_bytes) for name in ENTRIES if name != LIMIT]
     ahead.sort(key=lambda one: one.share)
     rows = []
@@ -343,12 +353,13 @@ def report(found: Measured, tau: int, bucket_bytes: int, overrides: Sequence[str
         if length is not None:
             own = [
                 f"{one.method}.tau={length}",
-                *_cut(one.method, min(one.fragments, length), length),
+                *cut(one.method, min(one.fragments, length), length),
             ]
         rows.append(
             (
                 one.method,
                 "" if one.tau is None else one.tau,
+                one.fragments if one.fragments > 1 else "",
                 f"{one.share:.1%}",
                 "" if one.tau is None else one.hides or f"above {CHOICES[-1]}",
                 f"{one.bytes_per_step / 1e6:.3g}",
@@ -356,14 +367,21 @@ def report(found: Measured, tau: int, bucket_bytes: int, overrides: Sequence[str
                 " ".join(["train.py", *overrides, f"method={one.method}", *own]),
             )
         )
-    head = ("method", "τ", "waits", "τ that hides", "MB a step", "copies", "command")
+    head = ("method", "τ", "fragments", "waits", "τ that hides", "MB a step", "copies", "command")
     whole_s = found.whole_s(bucket_bytes)
-    beside = found.beside_s / found.step_s - 1
-    lines = [
-        f"a step: {found.step_s:.3g} s, and {beside:.0%} more beside a mean, which takes "
-        f"{found.slowed - 1:.0%} more beside steps",
+    steps = [
+        f"a step: {found.step_s:.3g} s, and {found.beside_s / found.step_s - 1:.0%} more beside a "
+        f"mean, which takes {found.slowed - 1:.0%} more beside steps",
         "at the end of a round a worker waits for the slowest one, on average "
         f"{found.uneven:.1%} of the time of its steps",
+    ]
+    if step_known:
+        steps = [
+            f"a step: {found.step_s:.3g} s, as given; what steps and a mean cost each other, and "
+            "how workers differ, is not measured and counted as nothing"
+        ]
+    lines = [
+        *steps,
         f"a mean of {found.vector_bytes / 1e6:.3g} MB over {found.replicas} replicas: "
         f"{whole_s:.3g} s, {whole_s / found.step_s:.3g} steps; the smallest one "
         f"{found.mean.seconds[0] * 1e3:.3g} ms",
@@ -419,7 +437,7 @@ def _work(
             alone.flush()
         if mesh.worker == 0:
             bucket = max(1, int(config.comm.bucket_mb * 2**20))
-            print(report(found, tau, bucket, overrides), flush=True)
+            print(report(found, tau, bucket, overrides, step_s is not None), flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

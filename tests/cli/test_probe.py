@@ -97,8 +97,10 @@ def test_fragments_are_taken_where_their_latency_is_hidden() -> None:
         found = Measured(4, 1.0, 1.0, 4 * NUMEL, late, late)
         best = best_forecast(found, "co2_keep", 12, 4 * NUMEL)
         assert best.fragments == fragments and best.share <= 0.01
+        text = report(found, 12, 4 * NUMEL, [])
         words = f"co2_keep.fragments={fragments} co2_keep.delay=3"
-        assert (words in report(found, 12, 4 * NUMEL, [])) == (fragments > 1)
+        assert (words in text) == (fragments > 1)
+        assert shares_in(text)["co2_keep"] == (pytest.approx(100 * best.share, abs=0.1), fragments)
         assert best_forecast(found, "co2", 12, 4 * NUMEL).fragments == 1
 
 
@@ -118,11 +120,13 @@ def test_every_method_is_told_with_the_command_that_starts_it() -> None:
     assert lines[2].startswith("a mean of 4 MB over 4 replicas: 6 s, 6 steps; ")
     rows = [[cell.strip() for cell in line.split("|")] for line in lines if line[:2] == "| "][1:]
     assert {row[1] for row in rows} == ENTRIES.keys() - {LIMIT}
-    waits = [float(row[3].rstrip("%")) for row in rows]
+    waits = [float(row[4].rstrip("%")) for row in rows]
     assert waits == sorted(waits)
     shares = {method: share for method, (share, _) in shares_in("\n".join(lines)).items()}
-    assert shares == {row[1]: float(row[3].rstrip("%")) for row in rows}
-    (words,) = [row[7].split() for row in rows if row[1] == "co2"]
+    assert shares == {row[1]: float(row[4].rstrip("%")) for row in rows}
+    given = report(FOUND, 12, 4 * NUMEL, ["task=gpt2", "launch.workers=4"], True).splitlines()
+    assert "as given" in given[0] and "0%" not in given[0] and given[1:] == lines[2:]
+    (words,) = [row[8].split() for row in rows if row[1] == "co2"]
     assert words == ["train.py", "task=gpt2", "launch.workers=4", "method=co2", "co2.tau=12"]
 
 
