@@ -117,8 +117,8 @@ def check_folder(
             why = _objection_to_more_steps(config, folder, then)
             if not why:
                 continue
-        if key == "mesh.replica_size" and _in_parts(kept, config):
-            why = ", whose workers hold parts of the weights"
+        if key == "mesh.replica_size" and _fragments_in_parts(kept, config):
+            why = ", whose workers cut the parts of the weights that they hold into fragments"
         hint = f"{os.path.relpath(folder)} holds a run with {key}={then}{why}; {_OTHERWISE}"
         raise ConfigError(key, now, hint)
 
@@ -216,18 +216,20 @@ def _goes_on_with_others(config: Config) -> bool:
 
 
 def _regroups(kept: Mapping[str, Any], config: Config) -> bool:
-    """Whether a run goes on with another number of workers in a replica: all hold whole weights."""
+    """Whether a run goes on with another number of workers in a replica."""
     return (
         kept.get("mesh.replica_size", 1) != config.mesh.replica_size
-        and not _in_parts(kept, config)
+        and not _fragments_in_parts(kept, config)
         and _goes_on_with_others(config)
     )
 
 
-def _in_parts(kept: Mapping[str, Any], config: Config) -> bool:
-    """Whether workers of a replica held parts of the weights, or would hold them now."""
+def _fragments_in_parts(kept: Mapping[str, Any], config: Config) -> bool:
+    """Whether workers of a replica held parts of the weights, or would hold them now, and cut these
+    into fragments: others would have others."""
     whole = (Strategy.ddp.value, Strategy.zero1.value)
-    return not {kept.get("mesh.strategy", whole[0]), config.mesh.strategy.value}.issubset(whole)
+    parts = {kept.get("mesh.strategy", whole[0]), config.mesh.strategy.value}
+    return getattr(config.method_config, "fragments", 1) > 1 and not parts.issubset(whole)
 
 
 def _objection_to_more_steps(config: Config, folder: Path, then: int) -> str:

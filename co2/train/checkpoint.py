@@ -48,6 +48,7 @@ from co2.comm.mesh import Mesh
 from co2.errors import ConfigError, printable
 from co2.record.files import CHECKPOINT_FORMAT, DAMAGE, saved_steps, unreadable
 from co2.train import state_file
+from co2.train.layout import Layout
 from co2.train.state_file import HostCopy, Split
 
 T = TypeVar("T")
@@ -207,12 +208,14 @@ class Checkpoints:
         self._writer.shutdown()
         self._publisher.shutdown()
 
-    def load(self) -> tuple[int, dict[str, Any]] | None:
+    def load(self, layout: Layout | None = None) -> tuple[int, dict[str, Any]] | None:
         """Return the newest step whose checkpoint is sound and finite on every worker, and this
         worker's state. A worker without a file gets replica 0's.
 
         None where there is no checkpoint at all.
 
+        Args:
+            layout: the rows that this worker holds; needed where replicas had another size.
         Raises:
             ConfigError: on all workers, if one cannot read a checkpoint, which may be sound, or if
                 no checkpoint is sound. All stay as they are.
@@ -226,7 +229,7 @@ class Checkpoints:
         for step in there:
             found, fault = self._together(partial(self._checked, step))
             if found is not None and not fault:
-                state, fault = self._together(partial(self._read, *found))
+                state, fault = self._together(partial(self._read, layout, *found))
                 if state is not None and not fault:
                     if self.rank == 0:
                         for bad in unusable:
@@ -416,15 +419,15 @@ class Checkpoints:
                     raise _Unusable(f"is damaged ({name}: checksum differs)")
         return files, size
 
-    def _read(self, files: Mapping[str, Path], size: int) -> dict[str, Any]:
+    def _read(self, layout: Layout | None, files: Mapping[str, Path], size: int) -> dict[str, Any]:
         """This worker's state. Where its replica is new, or others are lost, the replica begins
         from the mean of what all have had for themselves; what has none is replica 0's, or as it
         was.
 
         Args:
+            layout: see `load`.
             files: by their names.
-            size: how many workers had a replica. Where that is another number now, all held whole
-                weights.
+            size: how many workers had a replica.
         Raises:
             errors of many kinds.
         """
@@ -438,8 +441,11 @@ class Checkpoints:
         mean = self.mesh.replica >= saved_by or self.mesh.num_replicas < saved_by
         averaged = {all_of[replica]: all_of for all_of in held if mean}
         parts = [[held[k][replica], *filter(None, equal[k::size])] for k in range(size)]
-        (self._at, *_) = mine = parts.pop(place)
-        state = state_file.read(mine, parts, averaged, size != self.mesh.replica_size)
+        self._at = parts[place][0]
+        if size == self.mesh.replica_size or layout is None:
+            state = state_file.read(parts.pop(place), parts, averaged)
+        else:
+            state = state_file.read_anew(parts, place, layout, averaged)
         if not isinstance(state, dict):
             raise _Unusable(f"is damaged ({_own(replica * size + place, size)} holds no state)")
         if name := state_file.not_finite(state):

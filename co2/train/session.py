@@ -28,12 +28,13 @@ from co2.randomness import random_states, restore_random_states
 from co2.record.fingerprint import combined
 from co2.record.metrics import Change, Evaluation, Line
 from co2.train.checkpoint import Checkpoints
+from co2.train.layout import Layout
 from co2.train.meters import LossWatch, Meter, Utilization
 from co2.train.moving_average import MovingAverage
 from co2.train.run import Run
 from co2.train.samples import Samples
 from co2.train.saving import SaveTimes
-from co2.train.state_file import METHOD, REPLICA, Equal, HostCopy, rebuilt, split
+from co2.train.state_file import LAYOUT, METHOD, REPLICA, Equal, HostCopy, rebuilt, split
 from co2.train.weight_files import EMA_MODEL, MODEL, write
 from co2.train.within_replica import Replica, ReplicaState, own_buffers, whole_weights
 
@@ -58,6 +59,7 @@ class Session:
         run, config, mesh = self.run, self.run.config, self.run.mesh
         self.step = self.began_at = 0
         self.shared = ReplicaState(self.module, self.optimizer, self.replica)
+        self.layout = Layout.of(self.module, run.method.optimizer, self.replica.experts)
         self.average = MovingAverage(self.module, config.train.ema_decay)
         self.checkpoints = Checkpoints(
             run.folder / "checkpoints",
@@ -230,6 +232,7 @@ class Session:
             "model": own_buffers(self.module),
             "workers": self.run.mesh.num_workers,
             "replicas": self.run.mesh.num_replicas,
+            LAYOUT: self.layout.values(),
             METHOD: self.run.method.state_dict(arriving),
             "random": random_states(),
             **values(self._kept),
@@ -273,7 +276,7 @@ class Session:
     def resume(self) -> None:
         """Go on from the newest sound checkpoint, if there is one. Another number of workers may
         have written it. Collective."""
-        found = self.checkpoints.load()
+        found = self.checkpoints.load(self.layout)
         if found is None:
             return
         _, state = found

@@ -31,11 +31,14 @@ from co2.comm.background_mean import Arriving
 from co2.comm.collectives import local
 from co2.streams import SideStream
 from co2.train import weight_files
+from co2.train.layout import Layout, dealt_anew
 
 REPLICA = "replica"
 """In a state: key of what the workers of a replica hold together."""
 METHOD = "method"
 """In a state: key of what a method holds."""
+LAYOUT = "layout"
+"""In a state: key of the rows that a worker holds."""
 _VALUES, _SHARDS = "co2", "DCP_SHARDING_INFO"
 _TENSOR, _ENTRIES = "$tensor", "$entries"
 
@@ -147,7 +150,7 @@ def split(state: Mapping[str, Any], worker: int, replica: int = 0, num_replicas:
     return found
 
 
-def rebuilt(values: Any, tensor: Callable[[str], Tensor | None]) -> Any:
+def rebuilt(values: Any, tensor: Callable[[str], object]) -> Any:
     """The state whose `Split.values` these are; `tensor` returns the tensor of a name."""
     if isinstance(values, list):
         return [rebuilt(entry, tensor) for entry in values]
@@ -269,7 +272,6 @@ def read(
     files: Sequence[Path],
     others: Sequence[Sequence[Path]] = (),
     averaged: Mapping[Path, Sequence[Path]] | None = None,
-    other_size: bool = False,
 ) -> Any:
     """Return the state of a worker, in the host's memory. Raises errors of many kinds.
 
@@ -280,28 +282,62 @@ def read(
             does not hold.
         averaged: of a worker's own file, those of its counterparts in all replicas, itself too:
             their mean takes the place of each tensor of real numbers that all of them have.
-        other_size: whether the replica had another number of workers: the inner state is that of
-            all of them.
     """
-    fellows = averaged or {}
     with ExitStack() as stack:
-        held = [
-            cache(partial(_Held, one, fellows.get(one[0], ()), stack)) for one in (files, *others)
-        ]
+        held = _opened([files, *others], averaged or {}, stack)
+        return rebuilt(held[0]().values(), cache(partial(_tensor, held)))
 
-        @cache
-        def tensor(name: str) -> Tensor:
-            found = (opened().tensor(name) for opened in held)
-            there = next((one for one in found if one is not None), None)
-            if there is None:
-                raise KeyError(name)
-            return there
 
-        values = held[0]().values()
-        for opened in held[1:] if other_size else ():
-            for key, inner in opened().values()[REPLICA]["optimizer"]["state"].items():
-                values[REPLICA]["optimizer"]["state"].setdefault(key, inner)
-        return rebuilt(values, tensor)
+def read_anew(
+    files: Sequence[Sequence[Path]],
+    place: int,
+    wanted: Layout,
+    averaged: Mapping[Path, Sequence[Path]] | None = None,
+) -> Any:
+    """Return the state of a worker whose replica had another number of workers, as `read`.
+
+    Args:
+        files: as `read`'s own, of each of them.
+        place, wanted: see `dealt_anew`.
+    Raises:
+        errors of many kinds.
+    """
+    with ExitStack() as stack:
+        held = _opened(files, averaged or {}, stack)
+        saved = []
+        for opened in held:
+            values, order = opened().values(), [opened, *held]
+            tree = rebuilt(values, partial(_Part, order))
+            saved.append((tree, Layout.read(values[LAYOUT])))
+        return dealt_anew(saved, place, wanted)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor that one of several workers has."""
+
+    held: "Sequence[Callable[[], _Held]]"
+    name: str
+
+    def load(self) -> Tensor:
+        """See `Part`. Raises `KeyError` if nobody has it."""
+        return _tensor(self.held, self.name)
+
+
+def _opened(
+    files: Sequence[Sequence[Path]], averaged: Mapping[Path, Sequence[Path]], stack: ExitStack
+) -> "list[Callable[[], _Held]]":
+    """What the files of some workers hold; each is opened when it is needed first."""
+    return [cache(partial(_Held, one, averaged.get(one[0], ()), stack)) for one in files]
+
+
+def _tensor(held: "Sequence[Callable[[], _Held]]", name: str) -> Tensor:
+    """From the first who has it."""
+    found = (opened().tensor(name) for opened in held)
+    there = next((one for one in found if one is not None), None)
+    if there is None:
+        raise KeyError(name)
+    return there
 
 
 class _Held:

@@ -18,6 +18,7 @@ from co2.errors import PREEMPTED, ConfigError
 from co2.methods import METHODS
 from co2.train import state_file
 from co2.train.session import Session
+from tasks.moe.experts import EXPERTS
 from tests.cli.harness import (
     Run,
     assert_same_run,
@@ -25,6 +26,7 @@ from tests.cli.harness import (
     manifest,
     metrics,
     pooled,
+    small,
     stopped_after,
 )
 from tests.cli.test_checkpoint import part
@@ -63,11 +65,20 @@ def test_fewer_or_more(workers: Pool, tmp_path: Path, before: int, now: int, tol
     assert told == f"with {start['replicas']}" and start["world_size"] == now
 
 
+def here(state: dict[str, Any]) -> dict[str, Any]:
+    """What of a state is of the weights, one way or the other."""
+    method = state["method"]
+    vectors = {"tensors": method["tensors"], "flying": [one["buffer"] for one in method["means"]]}
+    average = state["average"][: len(state["replica"]["model"])]  # buffers follow
+    return {"replica": state["replica"], "average": average, "vectors": vectors}
+
+
 def numbers(state: Any, name: str = "") -> dict[str, Tensor]:
     """The tensors of real numbers of a state, by their names in it."""
     entries = state.items() if isinstance(state, dict) else enumerate(state)
     found = {}
     for key, value in entries:
+        value = getattr(value, "_local_tensor", value)
         if isinstance(value, dict | list):
             found |= numbers(value, f"{name}.{key}")
         elif isinstance(value, Tensor) and value.is_floating_point():
@@ -85,9 +96,11 @@ def noted(folder: Path) -> Iterator[None]:
         worker = self.run.mesh.worker
         torch.save(numbers(state), folder / f"loaded_{worker}")
         original(self, state)
-        held = {"replica": self.shared.state(True)}
-        held["method"] = self.run.method.state_dict()["tensors"]
-        torch.save(numbers(held), folder / f"held_{worker}")
+        torch.save(numbers(here(self.state(whole=True))), folder / f"held_{worker}")
+        names = {param: name for name, param in self.module.named_parameters()}
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        whole = {names[p]: self.replica.experts.seen_whole(names[p], p.detach()) for p in trained}
+        torch.save({name: one.shape for name, one in whole.items()}, folder / "shapes")
 
     with patch.object(Session, "load", load), stopped_after(8):
         yield
@@ -138,52 +151,127 @@ def mesh(size: int, strategy: str) -> tuple[str, str]:
     return f"mesh.replica_size={size}", f"mesh.strategy={strategy}"
 
 
-@pytest.mark.parametrize("name", ["co2", "allreduce"])
+def put_together(
+    held: list[dict[str, Tensor]], shapes: dict[str, torch.Size], strategy: str
+) -> dict[str, Tensor]:
+    """What the workers of a replica hold. PyTorch and `ep` cut as `torch.chunk` does."""
+
+    def cut(name: str) -> bool:
+        all_of = strategy in ("zero2", "zero3")
+        return all_of or (strategy == "ep" and name.rpartition(".")[2] in EXPERTS)
+
+    found = {}
+    for key in {key: None for one in held for key in one}:
+        parts = [one[key] for one in held if key in one]
+        if key.startswith(".vectors"):
+            pieces: dict[str, list[Tensor]] = {name: [] for name in shapes}
+            for worker, vector in enumerate(parts):
+                for name, shape in shapes.items():
+                    rows = torch.empty(shape, device="meta")
+                    shards = (*rows.chunk(len(held)), *[rows[:0]] * len(held))
+                    size = (shards[worker] if cut(name) else rows).numel()
+                    pieces[name].append(vector[:size])
+                    vector = vector[size:]
+                assert len(vector) == 0
+            own = [of_one if cut(name) else of_one[:1] for name, of_one in pieces.items()]
+            found[key] = torch.cat([piece for of_one in own for piece in of_one])
+        else:
+            named = next((name for name in shapes if name in key), key)
+            whole = parts[0].dim() == 0 or not cut(named)
+            found[key] = parts[0] if whole else torch.cat(parts)
+    return found
+
+
+def goes_on_with(
+    workers: Pool, runs: Path, words: tuple[str, ...], before: tuple[Any, ...], now: tuple[Any, ...]
+) -> set[str]:
+    """The workers of a replica hold together what it begins from, whoever held which part. Returns
+    the names of what they hold.
+
+    Args:
+        before, now: workers, those of a replica, and mesh.strategy.
+    """
+    run = stopped(workers, before[0], (*words, *mesh(*before[1:])), 7, runs)
+    folder = run.folder / "checkpoints/step_7"
+    begin = {"setup": partial(noted, runs), "status": PREEMPTED}
+    pooled(workers, now[0], *words, *mesh(*now[1:]), runs=runs, **begin)
+    shapes = torch.load(runs / "shapes", weights_only=True)
+    replicas = []
+    for replica in range(before[0] // before[1]):
+        held = []
+        for worker in range(before[1]):
+            files = [files_of(folder, replica, n) for n in range(before[1])]
+            held.append(numbers(here(state_file.read(files.pop(worker), files))))
+        replicas.append(put_together(held, shapes, before[2]))
+    there, after, seen = len(replicas), now[0] // now[1], set()
+    for replica in range(after):
+        ranks = range(replica * now[1], (replica + 1) * now[1])
+        held = [torch.load(runs / f"held_{rank}", weights_only=True) for rank in ranks]
+        found = put_together(held, shapes, now[2])
+        seen |= found.keys()
+        for key, value in nonempty(found.items()):
+            expected = sum(one[key].double() for one in replicas) / there
+            if after >= there and replica < there:
+                expected = replicas[replica][key]
+            assert torch.equal(value, expected.to(value.dtype)), key
+    assert seen == replicas[0].keys() and any("exp_avg_sq" in key for key in seen)
+    return seen
+
+
 @pytest.mark.parametrize(
-    ("before", "now"),
-    [
-        ((4, 2, "ddp"), (4, 1, "ddp")),
-        ((4, 1, "ddp"), (4, 2, "zero1")),
-        ((4, 2, "zero1"), (4, 4, "zero1")),
-        ((2, 2, "zero1"), (4, 2, "zero1")),
-        ((2, 2, "zero1"), (3, 1, "ddp")),
-    ],
+    ("name", "before", "now"),
+    grid(
+        [
+            (name, before, now)
+            for name in ("co2", "allreduce", "desloc")
+            for before, now in (
+                ((4, 2, "ddp"), (4, 1, "ddp")),
+                ((4, 1, "ddp"), (4, 2, "zero1")),
+                ((4, 2, "zero1"), (4, 4, "zero1")),
+                ((2, 2, "zero1"), (4, 2, "zero1")),
+                ((2, 2, "zero1"), (3, 1, "ddp")),
+                ((4, 2, "zero3"), (3, 3, "zero2")),
+                ((3, 3, "zero2"), (4, 2, "zero3")),
+                ((4, 2, "zero3"), (2, 1, "ddp")),
+                ((2, 1, "ddp"), (4, 2, "zero2")),
+            )
+            if name != "desloc" or "zero1" not in (before[2], now[2])
+        ],
+        lambda case: case[0] == "co2" or "zero2" in (case[1][2], case[2][2]),
+    ),
 )
 def test_another_size_of_replicas(
     workers: Pool, tmp_path: Path, name: str, before: tuple[Any, ...], now: tuple[Any, ...]
 ) -> None:
-    """Every worker has all that its replica begins from, of what it is to hold now."""
-    words = (*WORDS, f"method={name}", *overrides(name), "optim.name=adamw", "optim.lr=0.01")
-    run = stopped(workers, before[0], (*words, *mesh(*before[1:])), 7, tmp_path)
-    folder = run.folder / "checkpoints/step_7"
-    replicas = []
-    for replica in range(before[0] // before[1]):
-        held: dict[str, Tensor] = {}
-        for worker in range(before[1]):
-            files = [files_of(folder, replica, n) for n in range(before[1])]
-            state = state_file.read(files.pop(worker), files)
-            own = {"replica": state["replica"], "method": state["method"]["tensors"]}
-            held = numbers(own) | held
-        replicas.append(held)
-    begin = {"setup": partial(noted, tmp_path), "status": PREEMPTED}
-    pooled(workers, now[0], *words, *mesh(*now[1:]), runs=tmp_path, **begin)
-    there, here, seen = len(replicas), now[0] // now[1], set()
-    for worker in range(now[0]):
-        replica = worker // now[1]
-        found = torch.load(tmp_path / f"held_{worker}", weights_only=True)
-        seen |= found.keys()
-        for key, value in nonempty(found.items()):
-            expected = sum(one[key].double() for one in replicas) / there
-            if here >= there and replica < there:
-                expected = replicas[replica][key]
-            assert torch.equal(value, expected.to(value.dtype)), key
-    assert seen == replicas[0].keys() and any("exp_avg_sq" in key for key in seen)
+    adam = ("optim.name=adamw", "optim.lr=0.01", "train.ema_decay=0.9")
+    words = (*WORDS, f"method={name}", *overrides(name), *adam)
+    seen = goes_on_with(workers, tmp_path, words, before, now)
+    held = {"co2": (".vectors.tensors.momentum", ".vectors.flying"), "desloc": (".vectors",)}
+    for part_of in held.get(name, ()):
+        assert any(key.startswith(part_of) for key in seen), part_of
 
 
-def test_parts_of_weights_stay_with_their_workers(workers: Pool, tmp_path: Path) -> None:
-    words = (*WORDS, "method=co2", "co2.tau=3")
+@pytest.mark.parametrize(
+    ("before", "now"), [((4, 2, "ep"), (2, 1, "ddp")), ((2, 1, "ddp"), (4, 2, "ep"))]
+)
+def test_experts_go_to_others(
+    workers: Pool,
+    tmp_path: Path,
+    root: Path,
+    text: Path,
+    before: tuple[Any, ...],
+    now: tuple[Any, ...],
+) -> None:
+    words = (*small("moe", root, text), *WORDS, "method=co2", "co2.tau=3", "train.batch_size=2")
+    goes_on_with(workers, tmp_path, words, before, now)
+
+
+def test_fragments_of_parts_stay_with_their_workers(workers: Pool, tmp_path: Path) -> None:
+    words = (*WORDS, "method=co2_keep", "co2_keep.tau=3", "co2_keep.fragments=2")
     stopped(workers, 4, (*words, *mesh(2, "zero3")), 5, tmp_path)
-    says = r"^mesh\.replica_size=1: .*mesh\.replica_size=2, whose workers hold parts of the weights"
+    says = (
+        r"^mesh\.replica_size=1: .*mesh\.replica_size=2, whose workers cut the parts of the weights"
+    )
     with pytest.raises(ConfigError, match=says):
         configured(*words, "launch.workers=4", runs=tmp_path)
 

@@ -1,0 +1,217 @@
+"""Which rows of every parameter a worker holds, and its state made from that of workers who held
+others.
+
+A run may go on with another number of workers in a replica. Weights and inner state lie in the
+files by parameter, each part with its first row. A method's vectors have no names inside: they are
+what a worker holds of all trained parameters, one after the other, once or several times. So every
+checkpoint says which rows those are.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from co2.comm.collectives import local
+from co2.train.expert_parallel import ExpertShards
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a parameter, its slices along the first axis, that a worker holds."""
+
+    first: int
+    number: int
+    width: int
+    """Elements of a row."""
+
+    @property
+    def numel(self) -> int:
+        return self.number * self.width
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What of every parameter a worker holds."""
+
+    rows: Mapping[str, Rows]
+    """By name, in the module's order."""
+    trained: Sequence[str]
+    """In the order of a method's vectors."""
+
+    @classmethod
+    def of(cls, module: nn.Module, optimizer: Optimizer, experts: ExpertShards) -> "Layout":
+        """That of this worker."""
+        params = dict(module.named_parameters())
+        names = {id(param): name for name, param in params.items()}
+        wanted = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+        return cls(
+            {name: _rows(experts.seen_whole(name, p.detach())) for name, p in params.items()},
+            [*dict.fromkeys(names[id(param)] for param in wanted)],
+        )
+
+    @classmethod
+    def read(cls, saved: Mapping[str, Any]) -> "Layout":
+        """What `values` returned. Raises `KeyError`, `TypeError`."""
+        return cls({name: Rows(**one) for name, one in saved["rows"].items()}, saved["trained"])
+
+    def values(self) -> dict[str, Any]:
+        """As plain values, for a checkpoint."""
+        rows = {name: asdict(one) for name, one in self.rows.items()}
+        return {"rows": rows, "trained": [*self.trained]}
+
+    @property
+    def vector(self) -> list[tuple[str, Rows]]:
+        """What a method's vector holds, in its order."""
+        return [(name, self.rows[name]) for name in self.trained]
+
+    @property
+    def numel(self) -> int:
+        """Elements of a method's vector."""
+        return sum(rows.numel for _, rows in self.vector)
+
+    def places(self) -> Iterator[tuple[str, Rows, slice]]:
+        """The trained parameters, and where in a vector they lie."""
+        begin = 0
+        for name, rows in self.vector:
+            yield name, rows, slice(begin, begin + rows.numel)
+            begin += rows.numel
+
+
+def _rows(whole: Tensor) -> Rows:
+    part = local(whole)
+    number = part.size(0) if part.dim() else 1
+    first, width = 0, part.shape[1:].numel()
+    if part is not whole:
+        shard: Any = whole  # a DTensor, whose module takes half a second to import
+        (chunk,) = shard.__create_chunk_list__()
+        first = chunk.offsets[0]
+    return Rows(first, number, width)
+
+
+class Part(Protocol):
+    """A tensor in a file of a checkpoint."""
+
+    def load(self) -> Tensor:
+        """Read it."""
+        ...
+
+
+Tree = Any
+"""A state with a `Part` in place of every tensor: plain values, and lists and dicts of them."""
+Saved = tuple[Tree, Layout]
+"""What a worker saved, and its layout."""
+
+
+def dealt_anew(held: Sequence[Saved], place: int, wanted: Layout) -> dict[str, Any]:
+    """The state of a worker that holds other rows than those who saved it.
+
+    Args:
+        held: of all workers of a replica.
+        place: the one whose values count, where they are neither of parameters nor a vector's.
+        wanted: the rows that the worker holds.
+    Raises:
+        ValueError: not all of these rows were saved, or what a method holds is no vector.
+    """
+    layouts = [layout for _, layout in held]
+    averaged = [name for name in wanted.rows if name in wanted.trained]
+
+    def leaf(path: tuple[Any, ...], parts: Mapping[int, Part]) -> Tensor:
+        match path:
+            case ("replica", "model", name) | ("replica", "optimizer", "state", name, _):
+                return _parameter(str(name), parts, layouts, wanted)
+            case ("average", number) if number < len(averaged):
+                return _parameter(averaged[number], parts, layouts, wanted)
+            case ("method", "tensors", _) | ("method", "means", _, "buffer"):
+                same = layouts[place].vector == wanted.vector
+                return parts[place].load() if same else _vector(parts, layouts, wanted)
+        return parts[place].load()
+
+    def dealt(path: tuple[Any, ...], values: Mapping[int, Tree]) -> Tree:
+        own = values.get(place, next(iter(values.values())))
+        if isinstance(own, dict):
+            keys = dict.fromkeys(key for value in values.values() for key in value)
+            return {
+                key: dealt((*path, key), {n: v[key] for n, v in values.items() if key in v})
+                for key in keys
+            }
+        if isinstance(own, list):
+            return [
+                dealt((*path, at), {n: v[at] for n, v in values.items() if at < len(v)})
+                for at in range(len(own))
+            ]
+        return leaf(path, values) if hasattr(own, "load") else own
+
+    found: dict[str, Any] = dealt((), dict(enumerate(tree for tree, _ in held)))
+    return found
+
+
+def _parameter(
+    name: str, parts: Mapping[int, Part], layouts: Sequence[Layout], wanted: Layout
+) -> Tensor:
+    """A parameter's rows, or those of what belongs to it; anything of another size as it is."""
+    rows, found, filled = wanted.rows[name], None, None
+    for number, part in parts.items():
+        there = layouts[number].rows[name]
+        if filled is not None and not _missing(filled, rows, there):
+            continue
+        tensor = part.load()
+        if tensor.dim() == 0 or tensor.shape != (there.number, *tensor.shape[1:]):
+            return tensor
+        if found is None or filled is None:
+            found = tensor.new_empty(rows.number, *tensor.shape[1:])
+            filled = torch.zeros(rows.number, dtype=torch.bool)
+        _copy(tensor, there, found, rows, filled)
+    assert found is not None and filled is not None
+    _check(name, filled)
+    return found
+
+
+def _vector(parts: Mapping[int, Part], layouts: Sequence[Layout], wanted: Layout) -> Tensor:
+    """A vector of a method: what a worker holds of all trained parameters, once or more often."""
+    found = None
+    filled = {name: torch.zeros(rows.number, dtype=torch.bool) for name, rows, _ in wanted.places()}
+    for number, part in parts.items():
+        if layouts[number].numel == 0:
+            continue
+        tensor = part.load()
+        times, odd = divmod(tensor.numel(), layouts[number].numel)
+        if odd or tensor.dim() != 1:
+            raise ValueError(f"{tuple(tensor.shape)} is no vector of the weights")
+        if found is None:
+            found = tensor.new_empty(times * wanted.numel)
+        there = {name: (rows, place) for name, rows, place in layouts[number].places()}
+        for name, rows, place in wanted.places():
+            then, where = there[name]
+            for source, target in zip(tensor.chunk(times), found.chunk(times), strict=True):
+                cells = source[where].view(-1, then.width), target[place].view(-1, rows.width)
+                _copy(cells[0], then, cells[1], rows, filled[name])
+    for name, there_now in filled.items():
+        _check(name, there_now)
+    assert found is not None
+    return found
+
+
+def _copy(source: Tensor, there: Rows, target: Tensor, rows: Rows, filled: Tensor) -> None:
+    """Copy the rows that both have, and note them."""
+    first = max(there.first, rows.first)
+    last = min(there.first + there.number, rows.first + rows.number)
+    if first < last:
+        own = slice(first - rows.first, last - rows.first)
+        target[own].copy_(source[first - there.first : last - there.first])
+        filled[own] = True
+
+
+def _missing(filled: Tensor, rows: Rows, there: Rows) -> bool:
+    """Whether these rows have any that are wanted and not there yet."""
+    first = max(0, there.first - rows.first)
+    last = max(first, there.first + there.number - rows.first)
+    return not bool(filled[first:last].all())
+
+
+def _check(name: str, filled: Tensor) -> None:
+    if not bool(filled.all()):
+        raise ValueError(f"rows of {name} are missing")
