@@ -159,7 +159,7 @@ def _parameter(
         if filled is not None and not _missing(filled, rows, there):
             continue
         tensor = part.load()
-        if tensor.dim() == 0 or tensor.shape != (there.number, *tensor.shape[1:]):
+        if tensor.dim() == 0 or (tensor.size(0), tensor.numel()) != (there.number, there.numel):
             return tensor
         if found is None or filled is None:
             found = tensor.new_empty(rows.number, *tensor.shape[1:])
