@@ -3,8 +3,8 @@
     sudo .venv/bin/python -m recipes run fragments         in the laboratory
 
 Cost: 48 trainings of half a minute on 2 cores, 9 minutes a repeat (--seeds 6: the first).
-Found (results/tables/fragments.md, two repeats): `co2_keep` is not shown to wait longer in
-fragments than whole; in 12 it waits for 3 % of the time where a mean takes a whole round. What
+Found (results/tables/fragments.md, three repeats): `co2_keep` is not shown to wait longer in
+fragments than whole; in 12 it waits for 4 % of the time where a mean takes a whole round. What
 fragments save in steps is in recipe rounds.
 """
 
