@@ -9,7 +9,7 @@ Found (results/tables/rounds.md): CO2 with its steady gap comes nearer to AllRed
 rounds; with the paper's gap, `co2_keep` and DiLoCo do not from 300 to 1,000. DiLoCo wants a
 quarter of the others' rate. `co2_keep` in fragments, each three steps late, is nearer than Local
 SGD, which waits; in 12 it is not shown to differ from AllReduce after 300 rounds. Streaming DiLoCo
-is as far as Local SGD, after 100 and after 300.
+is not shown to differ from Local SGD, after 100 or 300.
 
 Every method takes the best of four learning rates for each number of rounds, found on a seed and
 on validation data that the table does not show; DiLoCo, whose best was the lowest, of five. For
