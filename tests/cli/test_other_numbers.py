@@ -325,6 +325,36 @@ def test_what_few_runs_have(
         assert {".vectors.flying.0", ".vectors.flying.1"} <= seen
 
 
+@contextmanager
+def drawing(folder: Path, step: int) -> Iterator[None]:
+    """Setup: every worker writes down the state of a random generator, when it has begun or gone
+    on. All are told to stop after the step."""
+    original = Session.resume
+
+    def resume(self: Session) -> None:
+        original(self)
+        torch.save(torch.get_rng_state(), folder / f"drawn_{self.run.mesh.worker}")
+
+    with patch.object(Session, "resume", resume), stopped_after(step):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("before", "now"), [((4, 2, "zero3"), (4, 1, "ddp")), ((4, 1, "ddp"), (4, 2, "zero3"))]
+)
+def test_no_two_go_on_with_the_random_numbers_of_one(
+    workers: Pool, tmp_path: Path, before: tuple[Any, ...], now: tuple[Any, ...]
+) -> None:
+    words = (*WORDS, "method=local_sgd", "local_sgd.tau=3")
+    for world, *place in (before, now):
+        step = 5 if place == list(before[1:]) else 6
+        given = {"setup": partial(drawing, tmp_path, step), "status": PREEMPTED}
+        run = pooled(workers, world, *words, *mesh(*place), runs=tmp_path, **given)
+        drawn = [torch.load(tmp_path / f"drawn_{rank}", weights_only=True) for rank in range(world)]
+        assert len({tuple(one.tolist()) for one in drawn}) == world
+    assert ", on 16 samples a step, before 16" in run.out
+
+
 @pytest.mark.parametrize(
     ("before", "now"), [((4, 2, "ep"), (2, 1, "ddp")), ((2, 1, "ddp"), (4, 2, "ep"))]
 )
