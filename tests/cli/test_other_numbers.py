@@ -307,7 +307,12 @@ def partly_trained() -> Iterator[None]:
         (("toy.hidden=4",), nullcontext, (2, 1, "ddp"), (3, 3, "zero3")),
         ((), partly_trained, (4, 2, "zero3"), (3, 3, "zero2")),
         # A mean in flight of two vectors, one behind the other.
-        (("co2.average_moments=true",), nullcontext, (4, 2, "zero2"), (2, 1, "ddp")),
+        (
+            ("co2.average_moments=true", "comm.dtype=bf16"),
+            nullcontext,
+            (4, 2, "zero2"),
+            (2, 1, "ddp"),
+        ),
     ],
 )
 def test_what_few_runs_have(
@@ -370,14 +375,20 @@ def test_experts_go_to_others(
     goes_on_with(workers, tmp_path, words, before, now)
 
 
-def test_fragments_of_parts_stay_with_their_workers(workers: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "now"), [((2, "zero3"), (1, "ddp")), ((1, "ddp"), (2, "zero3"))]
+)
+def test_fragments_of_parts_stay_with_their_workers(
+    workers: Pool, tmp_path: Path, before: tuple[int, str], now: tuple[int, str]
+) -> None:
     words = (*WORDS, "method=co2_keep", "co2_keep.tau=3", "co2_keep.fragments=2")
-    stopped(workers, 4, (*words, *mesh(2, "zero3")), 5, tmp_path)
+    stopped(workers, 4, (*words, *mesh(*before)), 5, tmp_path)
     says = (
-        r"^mesh\.replica_size=1: .*mesh\.replica_size=2, whose workers cut the parts of the weights"
+        rf"^mesh\.replica_size={now[0]}: .*mesh\.replica_size={before[0]}, and workers that hold "
+        "parts of weights cut these into fragments of their own; "
     )
     with pytest.raises(ConfigError, match=says):
-        configured(*words, "launch.workers=4", runs=tmp_path)
+        configured(*words, *mesh(*now), "launch.workers=4", runs=tmp_path)
 
 
 def test_fragments_of_whole_weights_go_to_others(workers: Pool, tmp_path: Path) -> None:
