@@ -172,13 +172,15 @@ def _parameter(
 
 def _vector(parts: Mapping[int, Part], layouts: Sequence[Layout], wanted: Layout) -> Tensor:
     """A vector of a method: what a worker holds of all trained parameters, once or more often."""
+    if wanted.numel == 0:
+        return next(iter(parts.values())).load()[:0]
     found, places = None, wanted.places()
     numbers = {name: rows.number for name, (rows, _) in places.items()}
     filled = {name: torch.zeros(number, dtype=torch.bool) for name, number in numbers.items()}
     for number, part in parts.items():
         there = layouts[number].places()
         lacks = (_missing(filled[name], rows, there[name][0]) for name, (rows, _) in places.items())
-        if layouts[number].numel == 0 or not (found is None or any(lacks)):
+        if not any(lacks):
             continue
         tensor = part.load()
         times, odd = divmod(tensor.numel(), layouts[number].numel)

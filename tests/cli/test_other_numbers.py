@@ -118,7 +118,8 @@ def noted(folder: Path, also: Setup = nullcontext) -> Iterator[None]:
         original(self, state)
         torch.save(numbers(here(self.state(whole=True))), folder / f"held_{worker}")
         names = {param: name for name, param in self.module.named_parameters()}
-        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        held = (p for group in self.optimizer.param_groups for p in group["params"])
+        trained = [p for p in held if p.requires_grad]
         whole = {names[p]: self.replica.experts.seen_whole(names[p], p.detach()) for p in trained}
         torch.save({name: one.shape for name, one in whole.items()}, folder / "shapes")
 
@@ -204,6 +205,13 @@ def put_together(
     return found
 
 
+def begun(saved: list[Tensor], replica: int, after: int) -> Tensor:
+    """What one of so many replicas begins from: its own, or the mean of what all have saved."""
+    if replica < len(saved) <= after:
+        return saved[replica]
+    return (sum(one.double() for one in saved) / len(saved)).to(saved[0].dtype)
+
+
 def goes_on_with(
     workers: Pool,
     runs: Path,
@@ -212,8 +220,9 @@ def goes_on_with(
     now: tuple[Any, ...],
     also: Setup = nullcontext,
 ) -> set[str]:
-    """The workers of a replica hold together what it begins from, whoever held which part. Returns
-    the names of what they hold.
+    """The workers of a replica hold together what it begins from, whoever held which part, and each
+    has the buffers of the one in its place, or of the first one. Returns the names of what they
+    hold together.
 
     Args:
         before, now: workers, those of a replica, and mesh.strategy.
@@ -224,24 +233,28 @@ def goes_on_with(
     begin = {"setup": partial(noted, runs, also), "status": PREEMPTED}
     pooled(workers, now[0], *words, *mesh(*now[1:]), runs=runs, **begin)
     shapes = torch.load(runs / "shapes", weights_only=True)
-    replicas = []
+    replicas, buffers = [], []
     for replica in range(before[0] // before[1]):
-        held = []
+        states = []
         for worker in range(before[1]):
             files = [files_of(folder, replica, n) for n in range(before[1])]
-            held.append(numbers(here(state_file.read(files.pop(worker), files))))
-        replicas.append(put_together(held, shapes, before[2]))
-    there, after, seen = len(replicas), now[0] // now[1], set()
+            states.append(state_file.read(files.pop(worker), files))
+        replicas.append(put_together([numbers(here(one)) for one in states], shapes, before[2]))
+        buffers.append([numbers(one["model"], ".model") for one in states])
+    after, seen = now[0] // now[1], set()
     for replica in range(after):
         ranks = range(replica * now[1], (replica + 1) * now[1])
         held = [torch.load(runs / f"held_{rank}", weights_only=True) for rank in ranks]
         found = put_together(held, shapes, now[2])
         seen |= found.keys()
         for key, value in nonempty(found.items()):
-            expected = sum(one[key].double() for one in replicas) / there
-            if after >= there and replica < there:
-                expected = replicas[replica][key]
-            assert torch.equal(value, expected.to(value.dtype)), key
+            assert torch.equal(value, begun([one[key] for one in replicas], replica, after)), key
+        for place, rank in enumerate(ranks):
+            loaded = torch.load(runs / f"loaded_{rank}", weights_only=True)
+            own = [one[place if place < before[1] else 0] for one in buffers]
+            for key in own[0]:
+                expected = begun([one[key] for one in own], replica, after)
+                assert torch.equal(loaded[key], expected), key
     assert seen == replicas[0].keys() and any("exp_avg_sq" in key for key in seen)
     return seen
 
@@ -281,7 +294,8 @@ def test_another_size_of_replicas(
 
 @contextmanager
 def partly_trained() -> Iterator[None]:
-    """Setup: the first layer has a frozen weight, and a bias that the optimizer does not hold."""
+    """Setup: of the first layer the optimizer holds the weight, which is frozen, and not the
+    bias."""
     model, optimizer = Toy.model, Toy.optimizer
 
     def frozen(self: Toy) -> nn.Module:
@@ -293,6 +307,7 @@ def partly_trained() -> Iterator[None]:
         found = optimizer(self, made)
         for group in found.param_groups:
             group["params"] = [one for one in group["params"] if one is not made[0].bias]
+        found.param_groups[0]["params"].insert(0, made[0].weight)
         return found
 
     with patch.object(Toy, "model", frozen), patch.object(Toy, "optimizer", without):
