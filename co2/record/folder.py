@@ -118,7 +118,7 @@ def check_folder(
             if not why:
                 continue
         if key == "mesh.replica_size" and _fragments_in_parts(kept, config):
-            why = ", whose workers cut the parts of the weights that they hold into fragments"
+            why = ", and workers that hold parts of weights cut these into fragments of their own"
         hint = f"{os.path.relpath(folder)} holds a run with {key}={then}{why}; {_OTHERWISE}"
         raise ConfigError(key, now, hint)
 

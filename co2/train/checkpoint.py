@@ -446,6 +446,12 @@ class Checkpoints:
             state = state_file.read(parts.pop(place), parts, averaged)
         else:
             state = state_file.read_anew(parts, place, layout, averaged)
+            if state is None:
+                hint = (
+                    f"{os.path.relpath(self._at)} is of an older version of the suite, which does "
+                    f"not tell what each worker of a replica held; use {size}"
+                )
+                raise ConfigError("mesh.replica_size", self.mesh.replica_size, hint)
         if not isinstance(state, dict):
             raise _Unusable(f"is damaged ({_own(replica * size + place, size)} holds no state)")
         if name := state_file.not_finite(state):

@@ -7,7 +7,7 @@ what a worker holds of all trained parameters, one after the other, once or seve
 checkpoint says which rows those are.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -41,6 +41,8 @@ class Layout:
     """By name, in the module's order."""
     trained: Sequence[str]
     """In the order of a method's vectors."""
+    averaged: Sequence[str]
+    """In the order of the moving average, which also follows what no optimizer trains."""
 
     @classmethod
     def of(cls, module: nn.Module, optimizer: Optimizer, experts: ExpertShards) -> "Layout":
@@ -51,34 +53,33 @@ class Layout:
         return cls(
             {name: _rows(experts.seen_whole(name, p.detach())) for name, p in params.items()},
             [*dict.fromkeys(names[id(param)] for param in wanted)],
+            [name for name, p in params.items() if p.requires_grad],
         )
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> "Layout":
         """What `values` returned. Raises `KeyError`, `TypeError`."""
-        return cls({name: Rows(**one) for name, one in saved["rows"].items()}, saved["trained"])
+        rows = {name: Rows(**one) for name, one in saved["rows"].items()}
+        return cls(rows, saved["trained"], saved["averaged"])
 
     def values(self) -> dict[str, Any]:
         """As plain values, for a checkpoint."""
         rows = {name: asdict(one) for name, one in self.rows.items()}
-        return {"rows": rows, "trained": [*self.trained]}
-
-    @property
-    def vector(self) -> list[tuple[str, Rows]]:
-        """What a method's vector holds, in its order."""
-        return [(name, self.rows[name]) for name in self.trained]
+        return {"rows": rows, "trained": [*self.trained], "averaged": [*self.averaged]}
 
     @property
     def numel(self) -> int:
         """Elements of a method's vector."""
-        return sum(rows.numel for _, rows in self.vector)
+        return sum(self.rows[name].numel for name in self.trained)
 
-    def places(self) -> Iterator[tuple[str, Rows, slice]]:
-        """The trained parameters, and where in a vector they lie."""
-        begin = 0
-        for name, rows in self.vector:
-            yield name, rows, slice(begin, begin + rows.numel)
+    def places(self) -> dict[str, tuple[Rows, slice]]:
+        """Of the trained parameters: what a worker holds, and where in a vector it lies."""
+        found, begin = {}, 0
+        for name in self.trained:
+            rows = self.rows[name]
+            found[name] = rows, slice(begin, begin + rows.numel)
             begin += rows.numel
+        return found
 
 
 def _rows(whole: Tensor) -> Rows:
@@ -116,8 +117,7 @@ def dealt_anew(held: Sequence[Saved], place: int, wanted: Layout) -> dict[str, A
     Raises:
         ValueError: not all of these rows were saved, or what a method holds is no vector.
     """
-    layouts = [layout for _, layout in held]
-    averaged = [name for name in wanted.rows if name in wanted.trained]
+    layouts, averaged = [layout for _, layout in held], wanted.averaged
 
     def leaf(path: tuple[Any, ...], parts: Mapping[int, Part]) -> Tensor:
         match path:
@@ -126,7 +126,7 @@ def dealt_anew(held: Sequence[Saved], place: int, wanted: Layout) -> dict[str, A
             case ("average", number) if number < len(averaged):
                 return _parameter(averaged[number], parts, layouts, wanted)
             case ("method", "tensors", _) | ("method", "means", _, "buffer"):
-                same = layouts[place].vector == wanted.vector
+                same = layouts[place].places() == wanted.places()
                 return parts[place].load() if same else _vector(parts, layouts, wanted)
         return parts[place].load()
 
@@ -172,10 +172,15 @@ def _parameter(
 
 def _vector(parts: Mapping[int, Part], layouts: Sequence[Layout], wanted: Layout) -> Tensor:
     """A vector of a method: what a worker holds of all trained parameters, once or more often."""
-    found = None
-    filled = {name: torch.zeros(rows.number, dtype=torch.bool) for name, rows, _ in wanted.places()}
+    if wanted.numel == 0:
+        return next(iter(parts.values())).load()[:0]
+    found, places = None, wanted.places()
+    numbers = {name: rows.number for name, (rows, _) in places.items()}
+    filled = {name: torch.zeros(number, dtype=torch.bool) for name, number in numbers.items()}
     for number, part in parts.items():
-        if layouts[number].numel == 0:
+        there = layouts[number].places()
+        lacks = (_missing(filled[name], rows, there[name][0]) for name, (rows, _) in places.items())
+        if not any(lacks):
             continue
         tensor = part.load()
         times, odd = divmod(tensor.numel(), layouts[number].numel)
@@ -183,8 +188,7 @@ def _vector(parts: Mapping[int, Part], layouts: Sequence[Layout], wanted: Layout
             raise ValueError(f"{tuple(tensor.shape)} is no vector of the weights")
         if found is None:
             found = tensor.new_empty(times * wanted.numel)
-        there = {name: (rows, place) for name, rows, place in layouts[number].places()}
-        for name, rows, place in wanted.places():
+        for name, (rows, place) in places.items():
             then, where = there[name]
             for source, target in zip(tensor.chunk(times), found.chunk(times), strict=True):
                 cells = source[where].view(-1, then.width), target[place].view(-1, rows.width)

@@ -282,17 +282,19 @@ class Session:
         _, state = found
         self._rehearse()
         text, saved_by, replicas = "", state["workers"], state["replicas"]
-        others = self.run.mesh.num_replicas != replicas
-        if self.run.mesh.num_workers != saved_by or others:
+        mesh = self.run.mesh
+        others = mesh.num_replicas != replicas
+        regrouped = mesh.num_workers != saved_by or others
+        if regrouped:
             state[METHOD].pop("owner", None)  # it may be another's
         self.load(state)
-        if self.run.mesh.worker < saved_by:
-            restore_random_states(state["random"])
+        if mesh.worker < saved_by and mesh.replica_size * replicas == saved_by:
+            restore_random_states(state["random"])  # else they are another worker's
         if others:
             told = self._others(replicas)
             self.run.record.tell_replicas(told)
             text = f", with {told}"
-        if self.run.mesh.num_workers != saved_by:
+        if regrouped:
             self.samples.regroup(saved_by)
             text += self.samples.compared(saved_by)
         steps = self.run.config.train.steps

@@ -294,7 +294,8 @@ def read_anew(
     wanted: Layout,
     averaged: Mapping[Path, Sequence[Path]] | None = None,
 ) -> Any:
-    """Return the state of a worker whose replica had another number of workers, as `read`.
+    """Return the state of a worker whose replica had another number of workers, as `read`; None
+    where the files do not tell which rows they hold: an older version has written them.
 
     Args:
         files: as `read`'s own, of each of them.
@@ -307,6 +308,8 @@ def read_anew(
         saved = []
         for opened in held:
             values, order = opened().values(), [opened, *held]
+            if LAYOUT not in values:
+                return None
             tree = rebuilt(values, partial(_Part, order))
             saved.append((tree, Layout.read(values[LAYOUT])))
         return dealt_anew(saved, place, wanted)

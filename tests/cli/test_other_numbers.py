@@ -2,8 +2,9 @@
 ones can go on from."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from co2.catalogue import CATALOGUE
-from co2.errors import PREEMPTED, ConfigError
+from co2.errors import PREEMPTED, REFUSED, ConfigError
 from co2.methods import METHODS
-from co2.train import state_file
+from co2.train import layout, state_file
 from co2.train.session import Session
 from tasks.moe.experts import EXPERTS
+from tasks.toy import Toy
 from tests.cli.harness import (
     Run,
     assert_same_run,
@@ -34,11 +37,27 @@ from tests.grids import grid, nonempty
 from tests.methods.driver import overrides
 from tests.workers import Pool
 
+Setup = Callable[[], AbstractContextManager]
 WORDS = ("tag=other", "train.steps=14", "train.eval_every=7", "log.every=1", "train.batch_size=4")
 
 
-def stopped(workers: Pool, world: int, words: tuple[str, ...], step: int, runs: Path) -> Run:
-    return pooled(workers, world, *words, "checkpoint.every=0", runs=runs, stop_at=step)
+def stopped(
+    workers: Pool,
+    world: int,
+    words: tuple[str, ...],
+    step: int,
+    runs: Path,
+    also: Setup = nullcontext,
+) -> Run:
+    """Setup: a run that is told to stop. `also` is entered in every worker."""
+    given = {"runs": runs, "setup": partial(both, also, step), "status": PREEMPTED}
+    return pooled(workers, world, *words, "checkpoint.every=0", **given)
+
+
+@contextmanager
+def both(also: Setup, step: int) -> Iterator[None]:
+    with also(), stopped_after(step):
+        yield
 
 
 @pytest.mark.parametrize(
@@ -69,7 +88,8 @@ def here(state: dict[str, Any]) -> dict[str, Any]:
     """What of a state is of the weights, one way or the other."""
     method = state["method"]
     vectors = {"tensors": method["tensors"], "flying": [one["buffer"] for one in method["means"]]}
-    average = state["average"][: len(state["replica"]["model"])]  # buffers follow
+    buffers = len(numbers(state["model"]))  # their averages are the last
+    average = state["average"][: len(state["average"]) - buffers]
     return {"replica": state["replica"], "average": average, "vectors": vectors}
 
 
@@ -87,7 +107,7 @@ def numbers(state: Any, name: str = "") -> dict[str, Tensor]:
 
 
 @contextmanager
-def noted(folder: Path) -> Iterator[None]:
+def noted(folder: Path, also: Setup = nullcontext) -> Iterator[None]:
     """Setup: every worker writes down what it loads, and what it holds then. A step later all are
     told to stop."""
     original = Session.load
@@ -98,11 +118,12 @@ def noted(folder: Path) -> Iterator[None]:
         original(self, state)
         torch.save(numbers(here(self.state(whole=True))), folder / f"held_{worker}")
         names = {param: name for name, param in self.module.named_parameters()}
-        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        held = (p for group in self.optimizer.param_groups for p in group["params"])
+        trained = [p for p in held if p.requires_grad]
         whole = {names[p]: self.replica.experts.seen_whole(names[p], p.detach()) for p in trained}
         torch.save({name: one.shape for name, one in whole.items()}, folder / "shapes")
 
-    with patch.object(Session, "load", load), stopped_after(8):
+    with also(), patch.object(Session, "load", load), stopped_after(8):
         yield
 
 
@@ -164,16 +185,18 @@ def put_together(
     for key in {key: None for one in held for key in one}:
         parts = [one[key] for one in held if key in one]
         if key.startswith(".vectors"):
-            pieces: dict[str, list[Tensor]] = {name: [] for name in shapes}
+            pieces: dict[int, list[Tensor]] = {}  # a mean may be of two vectors
             for worker, vector in enumerate(parts):
+                sizes = []
                 for name, shape in shapes.items():
                     rows = torch.empty(shape, device="meta")
                     shards = (*rows.chunk(len(held)), *[rows[:0]] * len(held))
-                    size = (shards[worker] if cut(name) else rows).numel()
-                    pieces[name].append(vector[:size])
-                    vector = vector[size:]
-                assert len(vector) == 0
-            own = [of_one if cut(name) else of_one[:1] for name, of_one in pieces.items()]
+                    sizes.append((shards[worker] if cut(name) else rows).numel())
+                times = len(vector) // max(1, sum(sizes))
+                for number, piece in enumerate(vector.split(sizes * times)):
+                    pieces.setdefault(number, []).append(piece)
+            names = [*shapes] * len(pieces)
+            own = [of_one if cut(names[n]) else of_one[:1] for n, of_one in pieces.items()]
             found[key] = torch.cat([piece for of_one in own for piece in of_one])
         else:
             named = next((name for name in shapes if name in key), key)
@@ -182,38 +205,56 @@ def put_together(
     return found
 
 
+def begun(saved: list[Tensor], replica: int, after: int) -> Tensor:
+    """What one of so many replicas begins from: its own, or the mean of what all have saved."""
+    if replica < len(saved) <= after:
+        return saved[replica]
+    return (sum(one.double() for one in saved) / len(saved)).to(saved[0].dtype)
+
+
 def goes_on_with(
-    workers: Pool, runs: Path, words: tuple[str, ...], before: tuple[Any, ...], now: tuple[Any, ...]
+    workers: Pool,
+    runs: Path,
+    words: tuple[str, ...],
+    before: tuple[Any, ...],
+    now: tuple[Any, ...],
+    also: Setup = nullcontext,
 ) -> set[str]:
-    """The workers of a replica hold together what it begins from, whoever held which part. Returns
-    the names of what they hold.
+    """The workers of a replica hold together what it begins from, whoever held which part, and each
+    has the buffers of the one in its place, or of the first one. Returns the names of what they
+    hold together.
 
     Args:
         before, now: workers, those of a replica, and mesh.strategy.
+        also: entered in every worker.
     """
-    run = stopped(workers, before[0], (*words, *mesh(*before[1:])), 7, runs)
+    run = stopped(workers, before[0], (*words, *mesh(*before[1:])), 7, runs, also)
     folder = run.folder / "checkpoints/step_7"
-    begin = {"setup": partial(noted, runs), "status": PREEMPTED}
+    begin = {"setup": partial(noted, runs, also), "status": PREEMPTED}
     pooled(workers, now[0], *words, *mesh(*now[1:]), runs=runs, **begin)
     shapes = torch.load(runs / "shapes", weights_only=True)
-    replicas = []
+    replicas, buffers = [], []
     for replica in range(before[0] // before[1]):
-        held = []
+        states = []
         for worker in range(before[1]):
             files = [files_of(folder, replica, n) for n in range(before[1])]
-            held.append(numbers(here(state_file.read(files.pop(worker), files))))
-        replicas.append(put_together(held, shapes, before[2]))
-    there, after, seen = len(replicas), now[0] // now[1], set()
+            states.append(state_file.read(files.pop(worker), files))
+        replicas.append(put_together([numbers(here(one)) for one in states], shapes, before[2]))
+        buffers.append([numbers(one["model"], ".model") for one in states])
+    after, seen = now[0] // now[1], set()
     for replica in range(after):
         ranks = range(replica * now[1], (replica + 1) * now[1])
         held = [torch.load(runs / f"held_{rank}", weights_only=True) for rank in ranks]
         found = put_together(held, shapes, now[2])
         seen |= found.keys()
         for key, value in nonempty(found.items()):
-            expected = sum(one[key].double() for one in replicas) / there
-            if after >= there and replica < there:
-                expected = replicas[replica][key]
-            assert torch.equal(value, expected.to(value.dtype)), key
+            assert torch.equal(value, begun([one[key] for one in replicas], replica, after)), key
+        for place, rank in enumerate(ranks):
+            loaded = torch.load(runs / f"loaded_{rank}", weights_only=True)
+            own = [one[place if place < before[1] else 0] for one in buffers]
+            for key in own[0]:
+                expected = begun([one[key] for one in own], replica, after)
+                assert torch.equal(loaded[key], expected), key
     assert seen == replicas[0].keys() and any("exp_avg_sq" in key for key in seen)
     return seen
 
@@ -251,6 +292,89 @@ def test_another_size_of_replicas(
         assert any(key.startswith(part_of) for key in seen), part_of
 
 
+@contextmanager
+def partly_trained() -> Iterator[None]:
+    """Setup: of the first layer the optimizer holds the weight, which is frozen, and not the
+    bias."""
+    model, optimizer = Toy.model, Toy.optimizer
+
+    def frozen(self: Toy) -> nn.Module:
+        made = model(self)
+        made[0].weight.requires_grad_(False)
+        return made
+
+    def without(self: Toy, made: nn.Module) -> Optimizer:
+        found = optimizer(self, made)
+        for group in found.param_groups:
+            group["params"] = [one for one in group["params"] if one is not made[0].bias]
+        found.param_groups[0]["params"].insert(0, made[0].weight)
+        return found
+
+    with patch.object(Toy, "model", frozen), patch.object(Toy, "optimizer", without):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("own", "also", "before", "now"),
+    [
+        # The last worker of three has no row of anything.
+        (("toy.hidden=4",), nullcontext, (3, 3, "zero3"), (2, 1, "ddp")),
+        (("toy.hidden=4",), nullcontext, (2, 1, "ddp"), (3, 3, "zero3")),
+        ((), partly_trained, (4, 2, "zero3"), (3, 3, "zero2")),
+        # A mean in flight of two vectors, one behind the other.
+        (
+            ("co2.average_moments=true", "comm.dtype=bf16"),
+            nullcontext,
+            (4, 2, "zero2"),
+            (2, 1, "ddp"),
+        ),
+    ],
+)
+def test_what_few_runs_have(
+    workers: Pool,
+    tmp_path: Path,
+    own: tuple[str, ...],
+    also: Setup,
+    before: tuple[Any, ...],
+    now: tuple[Any, ...],
+) -> None:
+    adam = ("optim.name=adamw", "optim.lr=0.01", "train.ema_decay=0.9")
+    words = (*WORDS, "method=co2", *overrides("co2"), *adam, *own)
+    seen = goes_on_with(workers, tmp_path, words, before, now, also)
+    if any("moments" in word for word in own):
+        assert {".vectors.flying.0", ".vectors.flying.1"} <= seen
+
+
+@contextmanager
+def drawing(folder: Path, step: int) -> Iterator[None]:
+    """Setup: every worker writes down the state of a random generator, when it has begun or gone
+    on. All are told to stop after the step."""
+    original = Session.resume
+
+    def resume(self: Session) -> None:
+        original(self)
+        torch.save(torch.get_rng_state(), folder / f"drawn_{self.run.mesh.worker}")
+
+    with patch.object(Session, "resume", resume), stopped_after(step):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("before", "now"), [((4, 2, "zero3"), (4, 1, "ddp")), ((4, 1, "ddp"), (4, 2, "zero3"))]
+)
+def test_no_two_go_on_with_the_random_numbers_of_one(
+    workers: Pool, tmp_path: Path, before: tuple[Any, ...], now: tuple[Any, ...]
+) -> None:
+    words = (*WORDS, "method=local_sgd", "local_sgd.tau=3")
+    for world, *place in (before, now):
+        step = 5 if place == list(before[1:]) else 6
+        given = {"setup": partial(drawing, tmp_path, step), "status": PREEMPTED}
+        run = pooled(workers, world, *words, *mesh(*place), runs=tmp_path, **given)
+        drawn = [torch.load(tmp_path / f"drawn_{rank}", weights_only=True) for rank in range(world)]
+        assert len({tuple(one.tolist()) for one in drawn}) == world
+    assert ", on 16 samples a step, before 16" in run.out
+
+
 @pytest.mark.parametrize(
     ("before", "now"), [((4, 2, "ep"), (2, 1, "ddp")), ((2, 1, "ddp"), (4, 2, "ep"))]
 )
@@ -266,14 +390,80 @@ def test_experts_go_to_others(
     goes_on_with(workers, tmp_path, words, before, now)
 
 
-def test_fragments_of_parts_stay_with_their_workers(workers: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "now"), [((2, "zero3"), (1, "ddp")), ((1, "ddp"), (2, "zero3"))]
+)
+def test_fragments_of_parts_stay_with_their_workers(
+    workers: Pool, tmp_path: Path, before: tuple[int, str], now: tuple[int, str]
+) -> None:
     words = (*WORDS, "method=co2_keep", "co2_keep.tau=3", "co2_keep.fragments=2")
-    stopped(workers, 4, (*words, *mesh(2, "zero3")), 5, tmp_path)
+    stopped(workers, 4, (*words, *mesh(*before)), 5, tmp_path)
     says = (
-        r"^mesh\.replica_size=1: .*mesh\.replica_size=2, whose workers cut the parts of the weights"
+        rf"^mesh\.replica_size={now[0]}: .*mesh\.replica_size={before[0]}, and workers that hold "
+        "parts of weights cut these into fragments of their own; "
     )
     with pytest.raises(ConfigError, match=says):
-        configured(*words, "launch.workers=4", runs=tmp_path)
+        configured(*words, *mesh(*now), "launch.workers=4", runs=tmp_path)
+
+
+def test_fragments_of_whole_weights_go_to_others(workers: Pool, tmp_path: Path) -> None:
+    words = (*WORDS, "method=co2_keep", "co2_keep.tau=3", "co2_keep.fragments=2")
+    run = stopped(workers, 4, (*words, *mesh(2, "ddp")), 7, tmp_path)
+    begin = {"setup": partial(noted, tmp_path), "status": PREEMPTED}
+    pooled(workers, 2, *words, runs=tmp_path, **begin)
+    for rank in range(2):
+        files = [files_of(run.folder / "checkpoints/step_7", rank, worker) for worker in range(2)]
+        saved = here(state_file.read(files[0], files[1:]))["vectors"]
+        held = torch.load(tmp_path / f"held_{rank}", weights_only=True)
+        for key, value in nonempty(numbers(saved, ".vectors").items()):
+            assert torch.equal(held[key], value), key
+
+
+@contextmanager
+def noting_no_rows() -> Iterator[None]:
+    """Setup: what older versions saved."""
+    state = Session.state
+
+    def without(self: Session, *given: Any, **more: Any) -> dict[str, Any]:
+        found = state(self, *given, **more)
+        del found[state_file.LAYOUT]
+        return found
+
+    with patch.object(Session, "state", without):
+        yield
+
+
+@contextmanager
+def noting_other_rows() -> Iterator[None]:
+    """Setup: a checkpoint that says of every worker that it has the rows of the second one."""
+    rows = layout._rows
+    with patch.object(
+        layout, "_rows", lambda whole: replace(rows(whole), first=rows(whole).number)
+    ):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("setup", "says"),
+    [
+        (
+            noting_no_rows,
+            r"mesh\.replica_size=1: \S+/step_5/replica_0/worker_0\.safetensors is of an older "
+            r"version of the suite, which does not tell what .* held; use 2\n",
+        ),
+        (
+            noting_other_rows,
+            r"resume=auto: \S+ holds no checkpoint that can be used \(step_5 is damaged "
+            r"\(replica_0/worker_0\.safetensors cannot be read \(ValueError: rows of \S+ are ",
+        ),
+    ],
+)
+def test_rows_that_nobody_knows(workers: Pool, tmp_path: Path, setup: Setup, says: str) -> None:
+    words = (*WORDS, "method=co2", "co2.tau=3")
+    run = stopped(workers, 4, (*words, *mesh(2, "zero3")), 5, tmp_path, setup)
+    refused = pooled(workers, 2, *words, runs=tmp_path, status=REFUSED)
+    assert re.match(f"error: {says}", refused.err), refused.err
+    assert (run.folder / "checkpoints/step_5").exists()
 
 
 @pytest.mark.parametrize(
