@@ -112,9 +112,13 @@ class App:
         task = self.make_task(config)
         if isinstance(task, Placed):
             task.check_place(here, config.mesh.strategy)
-        others = OTHERS not in method.refusals()
-        check_folder(config, world, lists=is_first(), others=others)
+        self._check_folder(config)
         return config
+
+    def _check_folder(self, config: Config) -> None:
+        """Raise `ConfigError` for a folder with which the run cannot go on."""
+        others = OTHERS not in self.make_method(config).refusals()
+        check_folder(config, world_size(config.launch), lists=is_first(), others=others)
 
     def open(self, folder: str) -> Finished:
         """The finished run in a folder. Raises `ConfigError`: see `opened`."""
@@ -301,7 +305,7 @@ class App:
             config = make()
             validation = config.data.validation
             # Once more: the run before it may have made the folder.
-            check_folder(config, world_size(config.launch), lists=is_first())
+            self._check_folder(config)
             status = self.run(config, origin)
             summary = None if status else read_summary(config)
         except ConfigError as error:

@@ -25,6 +25,7 @@ from tasks.toy import Toy
 from tests.cli.harness import (
     Run,
     assert_same_run,
+    cli,
     configured,
     manifest,
     metrics,
@@ -489,3 +490,9 @@ def test_which_methods_do(
     else:
         with pytest.raises(ConfigError, match=r"^launch\.workers=2: .*holds a run with .*=3"):
             configured(*words, "launch.workers=2", runs=tmp_path)
+
+
+def test_a_sweep_asks_each_method_too(tmp_path: Path) -> None:
+    own = ("method=co2", "co2.shard=true", "tag=one", "launch.workers=2,1", "train.steps=4")
+    run = cli("-m", *own, runs=tmp_path / "runs", status=REFUSED)
+    assert "error: launch.workers=1: " in run.err
