@@ -112,12 +112,12 @@ class App:
         task = self.make_task(config)
         if isinstance(task, Placed):
             task.check_place(here, config.mesh.strategy)
-        self._check_folder(config)
+        self._check_folder(config, method)
         return config
 
-    def _check_folder(self, config: Config) -> None:
+    def _check_folder(self, config: Config, method: Method) -> None:
         """Raise `ConfigError` for a folder with which the run cannot go on."""
-        others = OTHERS not in self.make_method(config).refusals()
+        others = OTHERS not in method.refusals()
         check_folder(config, world_size(config.launch), lists=is_first(), others=others)
 
     def open(self, folder: str) -> Finished:
@@ -305,7 +305,7 @@ class App:
             config = make()
             validation = config.data.validation
             # Once more: the run before it may have made the folder.
-            self._check_folder(config)
+            self._check_folder(config, self.make_method(config))
             status = self.run(config, origin)
             summary = None if status else read_summary(config)
         except ConfigError as error:

@@ -369,19 +369,18 @@ def report(
         )
     head = ("method", "τ", "fragments", "waits", "τ that hides", "MB a step", "copies", "command")
     whole_s = found.whole_s(bucket_bytes)
-    steps = [
+    measured = [
         f"a step: {found.step_s:.3g} s, and {found.beside_s / found.step_s - 1:.0%} more beside a "
         f"mean, which takes {found.slowed - 1:.0%} more beside steps",
         "at the end of a round a worker waits for the slowest one, on average "
         f"{found.uneven:.1%} of the time of its steps",
     ]
-    if step_known:
-        steps = [
-            f"a step: {found.step_s:.3g} s, as given; what steps and a mean cost each other, and "
-            "how workers differ, is not measured and counted as nothing"
-        ]
+    given = [
+        f"a step: {found.step_s:.3g} s, as given; what steps and a mean cost each other, and how "
+        "workers differ, is not measured and counted as nothing"
+    ]
     lines = [
-        *steps,
+        *(given if step_known else measured),
         f"a mean of {found.vector_bytes / 1e6:.3g} MB over {found.replicas} replicas: "
         f"{whole_s:.3g} s, {whole_s / found.step_s:.3g} steps; the smallest one "
         f"{found.mean.seconds[0] * 1e3:.3g} ms",

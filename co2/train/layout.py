@@ -84,13 +84,21 @@ class Layout:
 
 def _rows(whole: Tensor) -> Rows:
     part = local(whole)
-    number = part.size(0) if part.dim() else 1
-    first, width = 0, part.shape[1:].numel()
-    if part is not whole:
-        shard: Any = whole  # a DTensor, whose module takes half a second to import
-        (chunk,) = shard.__create_chunk_list__()
-        first = chunk.offsets[0]
-    return Rows(first, number, width)
+    return Rows(next(iter(begins(whole)), 0), num_rows(part), part.shape[1:].numel())
+
+
+def begins(whole: Tensor) -> list[int]:
+    """Where in a tensor the part of it begins that this worker holds, along each axis."""
+    if local(whole) is whole:
+        return [0] * whole.dim()
+    shard: Any = whole  # a DTensor, whose module takes half a second to import
+    (chunk,) = shard.__create_chunk_list__()
+    return list(chunk.offsets)
+
+
+def num_rows(tensor: Tensor) -> int:
+    """Its slices along the first axis; 1 of a single number."""
+    return tensor.size(0) if tensor.dim() else 1
 
 
 class Part(Protocol):

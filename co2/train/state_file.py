@@ -31,7 +31,7 @@ from co2.comm.background_mean import Arriving
 from co2.comm.collectives import local
 from co2.streams import SideStream
 from co2.train import weight_files
-from co2.train.layout import Layout, dealt_anew
+from co2.train.layout import Layout, begins, dealt_anew, num_rows
 
 REPLICA = "replica"
 """In a state: key of what the workers of a replica hold together."""
@@ -92,13 +92,9 @@ class Split:
         if first == name:
             assert name not in self.tensors, f"two tensors of a state are called {name}"
             self.tensors[name] = value if isinstance(value, Arriving) else part
-            self.offsets[name] = [0] * part.dim()
-            if part is not tensor:
-                shard: Any = tensor  # a DTensor, whose module takes half a second to import
-                (chunk,) = shard.__create_chunk_list__()
-                self.offsets[name] = list(chunk.offsets)
+            self.offsets[name] = begins(tensor)
             if is_equal:
-                self.equal[name] = 0, _rows(part)
+                self.equal[name] = 0, num_rows(part)
         return first
 
     def _deal(self, replica: int, num_replicas: int) -> None:
@@ -129,10 +125,6 @@ class Split:
 
 def _buffer(value: Tensor | Arriving) -> Tensor:
     return value.buffer if isinstance(value, Arriving) else value
-
-
-def _rows(tensor: Tensor) -> int:
-    return tensor.size(0) if tensor.dim() else 1
 
 
 def split(state: Mapping[str, Any], worker: int, replica: int = 0, num_replicas: int = 1) -> Split:
@@ -382,6 +374,6 @@ class _Held:
             return None
         firsts, rows, files = zip(*sorted(self._parts[name], key=itemgetter(0)), strict=True)
         parts = [file.get_tensor(name) for file in files]
-        if [*accumulate(map(_rows, parts), initial=0)] != [*firsts, rows[0]]:
+        if [*accumulate(map(num_rows, parts), initial=0)] != [*firsts, rows[0]]:
             raise ValueError(f"parts of {name} are missing")
         return parts[0] if len(parts) == 1 else torch.cat(parts)

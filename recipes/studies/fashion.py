@@ -36,7 +36,7 @@ PLAIN = (
     *(
         Row(row.name, (*row.overrides, *settings))
         for row, (settings, *_) in FRAGMENTS.items()
-        if row.name.startswith(CO2_KEEP.name)
+        if CO2_KEEP.overrides[0] in row.overrides
     ),
 )
 OUTER = (
