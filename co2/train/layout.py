@@ -1,10 +1,9 @@
-"""Which rows of every parameter a worker holds, and its state made from that of workers who held
-others.
+"""The rows of each parameter that a worker holds, and how its state is dealt anew where a replica
+has got another number of workers.
 
-A run may go on with another number of workers in a replica. Weights and inner state lie in the
-files by parameter, each part with its first row. A method's vectors have no names inside: they are
-what a worker holds of all trained parameters, one after the other, once or several times. So every
-checkpoint says which rows those are.
+Weights and inner state lie in the files by parameter, each part with its first row. A method's
+vectors have no names inside: they are what a worker holds of all trained parameters, one after the
+other, once or several times. So every checkpoint says which rows those are.
 """
 
 from collections.abc import Mapping, Sequence
