@@ -9,6 +9,7 @@ python -m recipes render                   → results/tables, results/figures, 
 python -m recipes tune gpt2 co2 slowmo     settings for a task, each method with as many trials
 python -m recipes check table2             what of its values has to be made again, and why
 python -m recipes again --cells 12         so many values at random made again, and compared
+python -m recipes retrace gpt2             whether the code of older values trains as today's
 """
 
 import argparse
@@ -26,12 +27,24 @@ with program.starting(__name__):
     from co2.start.identity import identity, is_first
     from recipes.recipe import SCALES, Recipe
     from recipes.registry import RECIPES
-    from recipes.runs import again, cells, check, functions, job, laboratory, measured, plan, slurm
+    from recipes.runs import (
+        again,
+        cells,
+        check,
+        functions,
+        job,
+        laboratory,
+        measured,
+        plan,
+        retrace,
+        slurm,
+    )
     from recipes.runs.collect import collect
     from recipes.runs.known import Known
     from recipes.tables import render
     from recipes.tuning.tune import tune_methods
     from recipes.tuning.tuning import TunedRecipe
+    from tasks import TASKS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,10 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "action", choices=("list", "run", "collect", "render", "tune", "check", "again")
+        "action",
+        choices=("list", "run", "collect", "render", "tune", "check", "again", "retrace"),
     )
     parser.add_argument(
-        "names", nargs="*", metavar="recipe", help="default: all; of tune: TASK [METHOD …]"
+        "names",
+        nargs="*",
+        metavar="recipe",
+        help="default: all; of tune: TASK [METHOD …]; of retrace: tasks",
     )
     parser.add_argument("--scale", default="smoke", choices=SCALES)
     parser.add_argument(
@@ -79,6 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             require(options.action == "again" or given is None, f"--{name}", given, hint)
         if options.action == "tune":
             return tune(options)
+        if options.action == "retrace":
+            for name in options.names:
+                require(name in TASKS, "task", name, "no such task; " + nearest(name, TASKS))
+            return retrace.retrace(options.out, options.scale, options.names)
         chosen = [recipe_of(name, options.scale) for name in options.names]
         known = [recipe for recipe in RECIPES.values() if options.scale in recipe.scales]
         end = render.ending(options.scale)

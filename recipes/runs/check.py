@@ -52,7 +52,7 @@ def check(recipes: Iterable[Recipe], out: Path, scale: str, tuned: bool = True) 
             old = fingerprints.outdated(own, version)
             known = {id(line) for stale in old for line in stale.lines}
             stale = [*old, *fingerprints.mixed(line for line in own if id(line) not in known)]
-            wrong = [(line, why) for line in own if (why := _wrong_commit(line["commit"]))]
+            wrong = [(line, why) for line in own if (why := wrong_commit(line["commit"]))]
             for kind, several in (
                 ("fingerprint", stale),
                 ("commit", fingerprints.by_row(wrong)),
@@ -90,7 +90,8 @@ def summary(found: Sequence[Finding]) -> str:
     return f"{len(found)} findings{f': {told}' if told else ''}"
 
 
-def _wrong_commit(commit: str) -> str:
+def wrong_commit(commit: str) -> str:
+    """Why nobody can make a run of this commit again; empty where one can."""
     if commit.endswith("-dirty"):
         return f"from a tree with changes ({commit})"
     return "" if _exists(commit) else f"commit {commit} is not in this repository"
@@ -120,7 +121,7 @@ def _searches(trials: Lines) -> Iterator[Finding]:
         if sizes[key] != usual:
             text = f"{_named(key)}: {sizes[key]} short trials, other searches {usual}; {again}"
             yield Finding("trials", text)
-        whys = Counter(why for line in own if (why := _wrong_commit(line["commit"])))
+        whys = Counter(why for line in own if (why := wrong_commit(line["commit"])))
         for why, count in whys.items():
             yield Finding("commit", f"{_named(key)}: {count} trials {why}; {again}")
         told = [parts(line.get("fingerprint", "")) for line in own]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from co2.record.table import Table
 from recipes.recipe import Recipe, Rows
 from recipes.registry import RECIPES
+from recipes.runs.retrace import RETRACED
 
 MOST = 3
 """Names that a cell has of rows or of columns; of more the first one."""
@@ -25,11 +26,13 @@ def table(ours: Rows, scale: str) -> Table:
         link = f"[{recipe.name}](../results/tables/{recipe.name}.md)"
         lines.append((link, recipe.title, f"{len(values):,}", _missing(recipe, values, scale)))
     old = sum(not line["fingerprint"] for line in every)
+    retraced = sum(RETRACED in line["fingerprint"] for line in every)
     changed = sum(line["commit"].endswith("-dirty") for line in every)
     text = (
         f"Values are of all seeds, rows and columns; {old:,} of {len(every):,} have no "
-        "fingerprint, because their runs are from before fingerprints were recorded, and "
-        f"{changed:,} are from code with changes that were not committed."
+        "fingerprint, because their runs are from before fingerprints were recorded; of "
+        f"{retraced:,} such runs the code was compared with today's (`recipes retrace`) and trains "
+        f"alike. {changed:,} are from code with changes that were not committed."
     )
     head = ("recipe", "about", "values", "not run yet")
     return Table(head, lines, title="Experiments", text=text)

@@ -333,7 +333,11 @@ def record(searches: Sequence[Search], path: Path) -> None:
     lines: list[Mapping[str, object]] = [
         line for line in read(path) if not any(s.is_own(line) for s in searches)
     ]
-    lines += [line for search in searches for line in search.lines()]
+    write([*lines, *(line for search in searches for line in search.lines())], path)
+
+
+def write(lines: Sequence[Mapping[str, object]], path: Path) -> None:
+    """Write a tuning.csv of these lines."""
     Table.of_records(in_order(lines, (*KEY, "rung", "trial")), FIELDS).write_csv(path)
 
 
@@ -397,6 +401,15 @@ def tuned_text(search: Sequence[Line]) -> tuple[Path, str]:
     return place.file, f"# @package _global_\n{comments}{text}"
 
 
+def write_winner(search: Sequence[Line]) -> None:
+    """Write the tuned file of a search that has a winner."""
+    path, text = tuned_text(search)
+    path = cells.APP.conf / path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(path, text)
+    cells.composed_config.cache_clear()
+
+
 def _conclude(search: Search, trials: int) -> bool:
     """Write the winner and say what it is. Returns whether there is one."""
     method, lines = search.base.method, list(search.written())
@@ -404,11 +417,7 @@ def _conclude(search: Search, trials: int) -> bool:
     if best is None:
         print(f"{method}: no training ended well, so nothing has won")
         return False
-    path, text = tuned_text(lines)
-    path = cells.APP.conf / path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(path, text)
-    cells.composed_config.cache_clear()
+    write_winner(lines)
     border, first = at_border(lines, best), rungs(lines)[0][0]
     ends = f"; nothing was tried beyond its {', '.join(border)}" if border else ""
     rank = "also" if first["trial"] == best["trial"] else "not"

@@ -283,7 +283,7 @@ def recipes_mean(options: Namespace, rest: list[str]) -> None:
         task, *methods = options.names
         assert task in TASKS and set(methods) <= METHODS.keys()
         return
-    assert set(options.names) <= RECIPES.keys()
+    assert set(options.names) <= (TASKS if options.action == "retrace" else RECIPES).keys()
     assert all(seed.isdigit() for seed in (options.seeds or "0").split(","))
 
 
