@@ -146,20 +146,21 @@ class Search:
     def lines(self) -> Iterator[dict[str, object]]:
         """The lines of results/tuning.csv, of all trials that have ended."""
         for trial in (*self.short, *self.whole):
+            words = [f"{name}={_text(value)}" for name, value in trial.settings.items()]
+            place = {"trial": trial.number, "settings": " ".join(words)}
             if trial.known is not None:
-                # In another search, with other knobs, the same setting may have had another number.
-                yield {**trial.known, "trial": trial.number}
+                # In another search, with fewer knobs, the same trial may have had another number,
+                # and fewer settings: others were conf's.
+                yield {**trial.known, **place}
                 continue
             status = self.statuses.get(trial.cell)
             if status is None and trial.cell.summary() is None:
                 continue
             lost = "diverged" if status in (None, DIVERGED) else "failed"
-            words = [f"{name}={_text(value)}" for name, value in trial.settings.items()]
             yield {
                 **self.key(),
-                "trial": trial.number,
+                **place,
                 "rung": trial.steps,
-                "settings": " ".join(words),
                 "loss": trial.loss,
                 "outcome": "finished" if math.isfinite(trial.loss) else lost,
                 "seed": TUNING_SEED,
