@@ -261,6 +261,7 @@ def tune_methods(
         for search, own in zip(searches, made, strict=True):
             search.learn(own)
     _train(searches, [search.finalists() for search in searches], out)
+    record(searches, out / "tuning.csv")
     lost = [search for search in searches if not _conclude(search, trials)]
     return 1 if lost else 0
 

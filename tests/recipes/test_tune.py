@@ -300,6 +300,17 @@ def test_a_search_that_was_stopped_goes_on(conf: Path, search: Search) -> None:
     assert lost and all(line["loss"] == "inf" and line["rung"] == "24" for line in lost)
 
 
+def test_trials_of_a_search_with_fewer_knobs_are_taken(search: Search) -> None:
+    """Those that had conf's value of a knob that is new; their lines have it from then on."""
+    path, knob = Path("results/tuning.csv"), " co2_keep.fragments=1"
+    search(far_from(0.1), ["co2_keep"], 6)
+    text = path.read_text()
+    assert knob in text
+    path.write_text(text.replace(knob, ""))
+    assert search(far_from(0.1), ["co2_keep"], 6, "other") == []
+    assert path.read_text() == text
+
+
 def test_trials_of_other_code_are_made_again(search: Search) -> None:
     for runs, (version, number) in enumerate(((0, 4), (1, 4), (1, 0))):
         trained = search(far_from(0.1), ["allreduce"], 2, str(runs), version=version)
