@@ -1,4 +1,4 @@
-"""Runs as SLURM jobs: `python -m recipes run … --launcher slurm`. See docs/cluster.md."""
+"""Runs as SLURM jobs: `python -m recipes run … --launcher slurm`. See docs/slurm.md."""
 
 import math
 import os

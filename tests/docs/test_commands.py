@@ -66,7 +66,7 @@ import co2
         "make bench",
         "python -m co2.record.timeline RUN",
     ]
-    assert set(SHOWN.values()) > {"README.md", "cluster.md", "data.md"}
+    assert set(SHOWN.values()) > {"README.md", "cluster.md", "data.md", "slurm.md"}
 
 
 @pytest.mark.parametrize(
