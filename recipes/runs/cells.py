@@ -13,6 +13,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import yaml
+
 from co2.app.tuned import Settings, Tuned
 from co2.config import Config
 from co2.errors import STOPPED, require
@@ -233,7 +235,6 @@ def rounds(summary: SummaryJSON) -> float:
     """
     if "rounds" in summary:
         return float(summary["rounds"])
-    words = (f"task={summary['task']}", f"method={summary['method']}")
-    config = composed_config(words).method_config
-    whole = summary["steps"] // getattr(config, "tau", 1)
-    return float(whole * getattr(config, "fragments", 1))
+    config = yaml.safe_load((Path(summary["folder"]) / "config.yaml").read_text())
+    own = config.get(summary["method"]) or {}
+    return float(summary["steps"] // own.get("tau", 1) * own.get("fragments", 1))

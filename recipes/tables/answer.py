@@ -3,6 +3,7 @@
 README.md and docs/results.md have some of them, results/report.html opens with all of it.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -99,9 +100,22 @@ def gaps(ours: Rows, scale: str) -> Table:
     table = grid(cells, [row.name for row in ALL_ROWS], [head for *_, head in LOSSES])
     text = (
         "In percent of AllReduce's, with 95 % intervals; a star where it is significant at 5 % "
-        "after correction for all tests of losses in its recipe (table1 or table2)."
+        f"after correction for all tests of losses in its recipe (table1 or table2).{_parts(ours)}"
     )
     return replace(table, title="Validation loss above AllReduce's", text=text)
+
+
+def _parts(ours: Rows) -> str:
+    """A sentence that says for which tasks the search of kept progress chose fragments."""
+    heads = {(recipe, column): head.removesuffix(", loss") for recipe, column, head in LOSSES}
+    tasks = {
+        heads[line["recipe"], line["column"]]: found[1]
+        for line in _lines(ours, LOSSES)
+        if (found := re.search(r"co2_keep\.fragments=(\d+)", line["command"])) and found[1] != "1"
+    }
+    told = {number: [t for t, own in tasks.items() if own == number] for number in tasks.values()}
+    parts = [f"in {number} fragments on {listed(names)}" for number, names in sorted(told.items())]
+    return f" Kept progress is sent {', '.join(parts)}, elsewhere whole." if parts else ""
 
 
 def losses(ours: Rows, tuning: Rows, scale: str) -> Table:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from co2.config import Optimizer, Validation
 from co2.errors import DIVERGED, ConfigError
@@ -103,11 +104,14 @@ def test_fashion_is_chosen_and_shown_on_different_images() -> None:
     assert recipe.trials.columns[0].value(summary) == 12.5
 
 
-def test_the_field_counts_rounds() -> None:
-    told = {"task": "gpt2", "steps": 480}
+def test_the_field_counts_rounds(tmp_path: Path) -> None:
+    """By the run's own τ and fragments, which may have been tuned."""
+    told = {"steps": 480, "folder": str(tmp_path)}
+    nodes = {"co2": {"tau": 12}, "streaming_diloco": {"tau": 12, "fragments": 4}, "allreduce": {}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(nodes))
     assert cells.rounds({**told, "method": "allreduce"}) == 480
     assert cells.rounds({**told, "method": "co2"}) == 40
-    assert cells.rounds({**told, "method": "streaming_diloco"}) == 80
+    assert cells.rounds({**told, "method": "streaming_diloco"}) == 160
     assert cells.rounds({**told, "method": "zero_one_adam", "rounds": 285}) == 285
 
 
