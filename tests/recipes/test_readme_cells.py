@@ -149,11 +149,18 @@ def _net_time(method: str, link: str) -> str:
     )
 
 
-def _stars(recipe: str, columns: list[str]) -> set[tuple[str, str]]:
-    """Of all tests to AllReduce and to Local SGD of some columns of scores: (method, column)."""
-    tests: dict[tuple[str, str, str], float] = {}
+def _tests(
+    recipe: str, columns: list[str], log: bool
+) -> dict[tuple[str, str, str], tuple[float, float, int]]:
+    """Mean difference, its standard error and degrees of freedom, of every method to AllReduce and
+    to Local SGD in some columns: by (other, method, column)."""
+    tests: dict[tuple[str, str, str], tuple[float, float, int]] = {}
     for column in columns:
-        of = {row: v for (r, row, c), v in OURS.items() if (r, c) == (recipe, column)}
+        of = {
+            row: {seed: math.log(one) if log else one for seed, one in values.items()}
+            for (r, row, c), values in OURS.items()
+            if (r, c) == (recipe, column)
+        }
         seeds = set().union(*of.values()) if of else set()
         whole = {row: v for row, v in of.items() if v.keys() == seeds}
         table = np.array([[v[s] for s in sorted(seeds)] for v in whole.values()])
@@ -170,13 +177,32 @@ def _stars(recipe: str, columns: list[str]) -> set[tuple[str, str]]:
                 if alike and set(both) == seeds:
                     freedom = (m - 1) * (n - 1)
                     error = math.sqrt(2 * float((rest**2).sum()) / freedom / n)
-                tests[other, row, column] = 2 * t.sf(abs(fmean(gaps)) / error, freedom)
+                tests[other, row, column] = fmean(gaps), error, freedom
+    return tests
+
+
+def _stars(recipe: str, columns: list[str], log: bool = False) -> set[tuple[str, str]]:
+    """Of all these tests: (method, column) of those to AllReduce that are significant."""
     found, worst = set(), 0.0
-    for done, (place, p) in enumerate(sorted(tests.items(), key=lambda one: one[1])):
-        worst = max(worst, min(1.0, (len(tests) - done) * p))
+    tests = _tests(recipe, columns, log).items()
+    values = [(place, 2 * t.sf(abs(gap) / error, free)) for place, (gap, error, free) in tests]
+    for done, (place, p) in enumerate(sorted(values, key=lambda one: one[1])):
+        worst = max(worst, min(1.0, (len(values) - done) * p))
         if worst < 0.05 and place[0] == "AllReduce":
             found.add(place[1:])
     return found
+
+
+LOSSES = ["GPT-2, loss", "TransNormer-LLM, loss", "RoBERTa, loss"]
+
+
+def _above(recipe: str, method: str, column: str) -> str:
+    """Percent above AllReduce's loss, between geometric means."""
+    gap, error, freedom = _tests(recipe, LOSSES, log=True)["AllReduce", method, column]
+    half = error * t.ppf(0.975, freedom)
+    low, high = (100 * math.expm1(gap + sign * half) for sign in (-1, 1))
+    star = " *" if (method, column) in _stars(recipe, LOSSES, log=True) else ""
+    return f"{100 * math.expm1(gap):+z.1f} % [{low:z.1f}, {high:z.1f}]{star}"
 
 
 SCORES = ["ResNet-50", "ViT", "ADE20K", "ShapeNet"]
@@ -235,6 +261,9 @@ def test_the_numbers_amid_sentences() -> None:
             half = t.ppf(0.975, len(shares) - 1) * stdev(shares) / math.sqrt(len(shares))
             ends = f"[{fmean(shares) - half:.1f}, {fmean(shares) + half:.1f}]"
             assert shown == f"{fmean(shares):.1f} % {ends}", key
+            continue
+        if kind == "above":
+            assert shown == _above(*place), key
             continue
         values = list(OURS[tuple(place)].values())
         assert kind == "measured" and place[0] == "figure1"

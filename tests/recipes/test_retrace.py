@@ -12,6 +12,7 @@ from recipes.runs.retrace import Alike, Losses, Words
 from train import APP
 
 TOY = ("task=toy", "scale=smoke", "method=co2")
+NO_COMMIT = "this tree has no commit"
 HEAD = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
 
 
@@ -37,6 +38,7 @@ def test_what_was_tuned_stands_in_the_place_of_tuned() -> None:
     assert retrace._words("python train.py task=glue init_from=somewhere") == ()
 
 
+@pytest.mark.skipif(not HEAD, reason=NO_COMMIT)
 def test_what_has_a_fingerprint_or_no_commit_is_left_out() -> None:
     words = " ".join(TOY)
     known = line(words, fingerprint="task 1 method 1")
@@ -76,7 +78,7 @@ def test_only_what_comes_out_alike_has_a_fingerprint(monkeypatch: pytest.MonkeyP
     ]
 
 
-@pytest.mark.skipif(not HEAD, reason="this tree has no commit")
+@pytest.mark.skipif(not HEAD, reason=NO_COMMIT)
 def test_a_commit_is_trained_by_its_own_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
