@@ -6,8 +6,9 @@ other on this machine. Where both end at the same loss, code, batches and initia
 same, and the fingerprint of these runs has today's versions and the word `retraced` with the commit
 that they were compared with.
 
-Commands of one commit that differ in numbers of their schedule, in their seed or in settings of
-their method alone are alike: one of them is trained.
+Commands of one commit that differ in their seed, or in numbers of their schedule, optimizer or
+method alone are alike: one of them is trained. But 0 and 1, at which a setting may do nothing, are
+like no other number.
 """
 
 import json
@@ -67,7 +68,7 @@ Train = Callable[[str | None, Sequence[Words]], Losses]
 
 @dataclass
 class Alike:
-    """Lines of runs.csv or tuning.csv whose commands are alike."""
+    """Lines of ours.csv or tuning.csv whose commands are alike."""
 
     commit: str
     words: Words
@@ -230,13 +231,12 @@ def _of(words: Words, key: str) -> str:
 def _kind(word: str, method: str) -> str:
     """A word without its number, where that does not count."""
     key, _, value = word.partition("=")
-    free = key in _FREE or key.startswith((_SCHEDULE, f"{method}."))
-    return f"{key}=#" if free and _is_number(value) else word
+    own = key.startswith((_SCHEDULE, f"{method}.")) and _number(value) not in (None, 0, 1)
+    return f"{key}=#" if own or key in _FREE else word
 
 
-def _is_number(text: str) -> bool:
+def _number(text: str) -> float | None:
     try:
-        float(text)
+        return float(text)
     except ValueError:
-        return False
-    return True
+        return None

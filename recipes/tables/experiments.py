@@ -30,9 +30,10 @@ def table(ours: Rows, scale: str) -> Table:
     changed = sum(line["commit"].endswith("-dirty") for line in every)
     text = (
         f"Values are of all seeds, rows and columns; {old:,} of {len(every):,} have no "
-        "fingerprint, because their runs are from before fingerprints were recorded; of "
-        f"{retraced:,} such runs the code was compared with today's (`recipes retrace`) and trains "
-        f"alike. {changed:,} are from code with changes that were not committed."
+        "fingerprint, because their runs are from before fingerprints were recorded. "
+        f"{retraced:,} others are as old, but their commit's code was compared with a later one's "
+        f"and trains alike (`recipes retrace`). {changed:,} are from code with changes that were "
+        "not committed."
     )
     head = ("recipe", "about", "values", "not run yet")
     return Table(head, lines, title="Experiments", text=text)

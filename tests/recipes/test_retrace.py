@@ -27,8 +27,9 @@ def groups(*lines: dict[str, str]) -> list[Alike]:
 def test_commands_that_differ_in_numbers_of_their_schedule_seed_or_method_are_alike() -> None:
     own = ("train.seed=1 co2.tau=3", "train.seed=2 co2.tau=3", "train.seed=1 co2.tau=6")
     others = ("train.seed=1", f"{own[0]} launch.workers=4", f"{own[0]} co2.gap_penalty=gap_aware")
-    lines = [line(" ".join((*TOY, words))) for words in (*own, *others)]
-    assert [len(group.lines) for group in groups(*lines)] == [3, 1, 1, 1]
+    off = [f"{own[0]} co2.outer_momentum={value}" for value in ("0.2", "0.5", "0.0")]
+    lines = [line(" ".join((*TOY, words))) for words in (*own, *others, *off)]
+    assert [len(group.lines) for group in groups(*lines)] == [3, 1, 1, 1, 2, 1]
 
 
 def test_what_was_tuned_stands_in_the_place_of_tuned() -> None:
@@ -54,7 +55,7 @@ def test_a_command_is_cut_to_two_rounds() -> None:
     assert "train.steps=36" in retrace.shortened(TOY)
 
 
-def test_only_what_comes_out_alike_has_a_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_comes_out_alike_has_a_fingerprint() -> None:
     """A command that today's code has trained is not trained again."""
     names = ("a", "b", "c", "d")
     lines = {name: line(name) for name in names}
@@ -68,7 +69,6 @@ def test_only_what_comes_out_alike_has_a_fingerprint(monkeypatch: pytest.MonkeyP
         known = then if commit else now
         return [known[words[-1].removeprefix("tag=")] for words in commands]
 
-    monkeypatch.setattr(retrace, "train", train)
     known: dict[Words, float | None] = {found[3].words: 3.0}
     rows = retrace.compared(found, train, known, "today")
     assert [row[-1] for row in rows] == ["same", "differs", "refused or failed", "same"]
