@@ -132,7 +132,7 @@ RECIPE = Recipe(
     text="Two workers, every method with the settings that won in its trials. Rounds: how many "
     "times the replicas have exchanged anything; what DES-LOC sends together is one. Throughput is "
     "measured in the laboratory, where repeats stand in for seeds; its GPT-2 has 1.3 M parameters "
-    "and default settings.",
+    "and default settings, with which co2_keep sends the model whole.",
     rows=(*EVERY_METHOD, LIMIT),
     columns=tuple(column for task in TASKS for column in columns(task)),
     scales=("smoke",),

@@ -137,9 +137,10 @@ RECIPE = TunedRecipe(
     text=f"GPT-2, two workers. The loss is that at which {FIRST.name}, ends after "
     f"{STEPS} steps; the others have links of 20 Mbit/s, and the type on the wire, τ and length of "
     "schedule that reached it soonest in time_to_loss_trials. Every method has the learning rate "
-    "and the knobs that won in its 12 trials on the task. Every seed is held against the first "
-    "row's of the same seed. Seconds are of training, without evaluations, which find the time to "
-    "within 24 steps.",
+    "and the knobs that had won in its 12 trials on the task when it ran: of DiLoCo and co2_keep, "
+    "which sends the model whole here, later searches chose others. Every seed is held against the "
+    "first row's of the same seed. Seconds are of training, without evaluations, which find the "
+    "time to within 24 steps.",
     rows=(FIRST, ALLREDUCE, *METHODS),
     columns=COLUMNS,
     seeds=(0, 1, 2),
