@@ -52,6 +52,7 @@ FRAGMENTED = "_fragments"
 """Ends the name of a picture of a method that has another one without fragments."""
 OWN: dict[str, dict[str, Any]] = {
     "streaming_diloco": {"fragments": FRAGMENTS, "delay": DELAY},
+    "co2_keep": {"fragments": 1},
     f"co2_keep{FRAGMENTED}": {"fragments": FRAGMENTS},
     "desloc": {"first_moment_every": 2 * TAU, "second_moment_every": 2 * TAU},
     "mt_dao": {"first_moment_every": TAU, "second_moment_every": TAU},
@@ -125,7 +126,9 @@ CARDS = {
         "divided by the gap Λ.",
     ),
     "co2_keep": Card(
-        "d", "A round late. Each keeps {keep_local:.0%} of its own steps made meanwhile."
+        "d",
+        "The whole model, a round late. Each keeps {keep_local:.0%} of its own steps made "
+        "meanwhile. Outer momentum {outer_momentum:g}, at {momentum_weight:.0%}.",
     ),
     f"co2_keep{FRAGMENTED}": Card(
         "d", "Halves a and b of the model in turn, half a round late; {keep_local:.0%} is kept."

@@ -26,7 +26,8 @@ from co2.elastic.replicas import Replicas
 from co2.methods import METHODS
 from co2.methods.base import QUORUM
 
-NAMES = ("local_sgd", "co2", "co2_keep")
+SETTINGS: dict[str, dict[str, int]] = {"local_sgd": {}, "co2": {}, "co2_keep": {"fragments": 1}}
+"""By method; in fragments it refuses a quorum."""
 WORKERS, TAU, STEP_S = 3, 12, 0.1
 HOST, SILENT_S = "127.0.0.1", 60.0
 HEAD = [
@@ -61,7 +62,7 @@ def main() -> None:
     cells = [(False, None), (True, None), (True, 2)]
     trainings = [
         Training(name, *cell, args.steps)
-        for name in NAMES
+        for name in SETTINGS
         for _ in range(args.repeats)
         for cell in cells
     ]
@@ -75,7 +76,7 @@ def main() -> None:
     rates = [steps_per_s for steps_per_s, _ in fast]
     made = [number / args.steps for _, number in last]
     rows = []
-    for place, name in enumerate(NAMES):
+    for place, name in enumerate(SETTINGS):
         own = range(place * args.repeats * len(cells), (place + 1) * args.repeats * len(cells))
         equal, waiting, quorum = (
             [rates[index] for index in own[cell :: len(cells)]] for cell in range(len(cells))
@@ -117,7 +118,7 @@ def train(rank: int, training: Training, port: int) -> tuple[float, int]:
     mesh = Replicas(members, torch.device("cpu")).mesh
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    method = METHODS[training.name](METHODS[training.name].Config(tau=TAU))
+    method = METHODS[training.name](METHODS[training.name].Config(tau=TAU, **SETTINGS[training.name]))
     method.prepare(model, optimizer, mesh)
     members.formed()
     weighted = QUORUM not in method.refusals()

@@ -94,7 +94,7 @@ CATALOGUE = {
     ),
     "co2_keep": Entry(
         "CO2Keep", "weights, `delay` steps late",
-        Blocking.beyond_delay, copies=3, average_moments=True, fragments=True,
+        Blocking.beyond_delay, copies=4, average_moments=True, fragments=True,
     ),
     "co2_released": Entry("CO2Released", "weights, with outer momentum", Blocking.always, copies=3),
     "acco": Entry(

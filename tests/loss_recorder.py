@@ -24,11 +24,13 @@ from typing import Any
 
 WITH_ROUNDS = (
     *("local_sgd", "slowmo", "diloco", "overlap_local_sgd", "cocod_sgd", "streaming_diloco"),
-    *("eager_diloco", "sparseloco", "noloco", "co2", "co2_keep", "co2_released"),
+    *("eager_diloco", "sparseloco", "noloco", "co2", "co2_released"),
 )
+KEEP = ("method=co2_keep", "co2_keep.tau=6", "co2_keep.momentum_weight=0")
 OWN: dict[str, tuple[str, ...]] = {
     "allreduce": (),
     **dict.fromkeys(WITH_ROUNDS, ("tau=3",)),
+    "co2_keep": ("tau=3", "fragments=1", "momentum_weight=0"),
     "acco": (),
     "sparta": (),
     "desloc": ("tau=3", "first_moment_every=4", "second_moment_every=5"),
@@ -61,8 +63,8 @@ MORE = (
     ("toy", 2, (*CO2, "co2.gap_penalty=gap_aware_elementwise")),
     ("toy", 2, (*CO2, "co2.clip=0.1", "co2.clip_mode=norm")),
     ("toy", 2, ("method=allreduce", "comm.dtype=bf16", "train.accumulate=2")),
-    ("toy", 2, ("method=co2_keep", "co2_keep.tau=6", "co2_keep.delay=2")),
-    ("toy", 2, ("method=co2_keep", "co2_keep.tau=6", "co2_keep.fragments=3")),
+    ("toy", 2, (*KEEP, "co2_keep.fragments=1", "co2_keep.delay=2")),
+    ("toy", 2, (*KEEP, "co2_keep.fragments=3")),
     ("toy", 2, ("method=streaming_diloco", "streaming_diloco.exchange=int8")),
     ("toy", 4, (*CO2, "mesh.replica_size=2", "mesh.strategy=zero1")),
     ("toy", 4, (*CO2, "mesh.replica_size=2", "mesh.strategy=zero3")),

@@ -27,7 +27,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from co2.app.schema import PLAIN, schema
+from co2.app.schema import PLAIN, defaults, schema
 from co2.config import NODES, Config
 from co2.errors import ConfigError, extra, first_line, is_utf8, nearest, require
 from co2.methods import Method
@@ -119,7 +119,7 @@ def offer(tasks: Mapping[str, type], methods: Mapping[str, type[Method]]) -> Non
     known.store("keys", plain_values(keys | {node: kind() for node, kind in NODES.items()}))
     for group, options in (("task", tasks), ("method", methods)):
         for name, kind in options.items():
-            values = plain_values({group: name, name: schema(kind)()})
+            values = plain_values({group: name, name: defaults(schema(kind))})
             known.store(name, values, group=group, package="_global_")
     for name, method in methods.items():
         needs = OmegaConf.from_dotlist(list(method.needs))

@@ -48,6 +48,18 @@ def typed(
     return config
 
 
+def defaults(kind: type) -> dict[str, Any]:
+    """The defaults of a dataclass as they are declared: `__post_init__` may derive one from other
+    settings. `Any`: whatever a field can hold."""
+    found = {}
+    for own in dataclasses.fields(kind):
+        if own.default is not dataclasses.MISSING:
+            found[own.name] = own.default
+        elif own.default_factory is not dataclasses.MISSING:
+            found[own.name] = own.default_factory()
+    return found
+
+
 def schema(kind: type) -> type:
     """The `Config` of a task or method."""
     own: type = kind.Config  # type: ignore[attr-defined]

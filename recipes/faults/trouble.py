@@ -20,9 +20,13 @@ from co2.record.files import whole_lines
 from co2_measure.lab.slow_network import SlowNetwork
 from recipes.runs.functions import FunctionCell
 from recipes.runs.processes import is_running, running
+from recipes.tables.methods import KEPT_WHOLE
 
 STEPS, TAU, WORKERS = 240, 6, 4
-SETTINGS = {"diloco": ("diloco.outer_lr=1", "diloco.outer_momentum=0.2")}
+SETTINGS = {
+    "diloco": ("diloco.outer_lr=1", "diloco.outer_momentum=0.2"),
+    "co2_keep": KEPT_WHOLE,
+}
 SAMPLES = 768
 """Of the training set: global batches of one, two, three and four workers divide it."""
 SILENT_S = 5.0

@@ -29,7 +29,7 @@ from recipes.runs.job import JobColumn
 from recipes.runs.laboratory import LabColumn
 from recipes.tables import figures, shares
 from recipes.tables.entries import by_seed
-from recipes.tables.methods import LIMIT, METHODS, STEADY_GAP
+from recipes.tables.methods import KEPT_WHOLE, LIMIT, METHODS, STEADY_GAP
 
 PART = "2 workers"
 RATES = ("20", "100", "500", "unlimited")
@@ -116,7 +116,7 @@ def on_links(rates: Sequence[str], without: Sequence[str] = ()) -> Iterator[LabC
     throughput = [
         LabColumn(
             name(rate),
-            ("--workers=2", f"--mbit={rate}"),
+            ("--workers=2", f"--mbit={rate}", *KEPT_WHOLE),
             "throughput",
             digits=0,
             curve=False,

@@ -1,6 +1,7 @@
 """What the studies of 1-bit Adam and 0/1 Adam share: rows, schedule and trials."""
 
 from recipes.recipe import Column, Row
+from recipes.tables.methods import KEPT_WHOLE
 from recipes.tuning.tuning import at_rates, trial_column
 
 RATES = ("1e-3", "2e-3", "4e-3", "8e-3")
@@ -23,6 +24,7 @@ def schedule(steps: int) -> tuple[str, ...]:
         f"onebit_adam.freeze_step={freeze}",
         f"zero_one_adam.freeze_step={freeze}",
         "optim.betas=[0.9,0.999]",
+        *KEPT_WHOLE,
     )
 
 

@@ -21,7 +21,7 @@ from co2.record.table import NOTHING, Table
 from recipes.recipe import Column, Recipe, Row, Rows
 from recipes.tables import figures
 from recipes.tables.entries import by_seed
-from recipes.tables.methods import PAPERS_GAP
+from recipes.tables.methods import KEPT_WHOLE, PAPERS_GAP
 from recipes.tuning.tuning import TUNING, TUNING_SEED, at_rates
 
 RATES = ("2e-3", "4e-3", "8e-3", "1.6e-2", "3.2e-2")
@@ -46,6 +46,7 @@ def column(replicas: int) -> Column:
         f"train.eval_every={STEPS}",
         f"optim.warmup_steps={STEPS // 24}",
         "checkpoint.every=0",
+        *KEPT_WHOLE,
     )
     return Column(
         name(replicas),

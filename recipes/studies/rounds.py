@@ -39,7 +39,7 @@ from recipes.tables import equal_steps, figures
 from recipes.tables.entries import by_seed, percent_above
 from recipes.tables.equal_steps import Curves, Ratio
 from recipes.tables.log_mean import LogMean
-from recipes.tables.methods import PAPERS_GAP, STEADY_GAP
+from recipes.tables.methods import KEPT_WHOLE, PAPERS_GAP, STEADY_GAP
 from recipes.tuning.tuning import TunedRecipe, at_rates, trial_column
 
 TAU = 12
@@ -149,6 +149,7 @@ def words(rounds: int) -> tuple[str, ...]:
         f"optim.warmup_steps={round(WARM_UP * steps)}",
         "checkpoint.every=0",
         *(f"{method}.tau={TAU}" for method in ("local_sgd", "diloco", "co2", "co2_keep")),
+        *KEPT_WHOLE,
     )
 
 

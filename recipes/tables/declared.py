@@ -15,7 +15,6 @@ from co2.record.table import Table
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "co2.shard": ("co2", {"shard": True}),
     "streaming_diloco.exchange=int8/int4": ("streaming_diloco", {"exchange": "int8"}),
-    "co2_keep.fragments>1": ("co2_keep", {"fragments": 2}),
     "average_moments": ("diloco", {"average_moments": True}),
 }
 """Settings that make a method refuse more, as the table names them: a method that has them."""

@@ -32,5 +32,7 @@ EVERY_METHOD = tuple(Row(name, (f"method={name}",)) for name in CATALOGUE)
 """All methods with their default settings, by the names of `method=`."""
 ADAM_ONLY = ("desloc", "mt_dao", "onebit_adam", "zero_one_adam", WITH_MOMENTS.name)
 """Rows that no task with SGD can be run with."""
+KEPT_WHOLE = ("co2_keep.fragments=1", "co2_keep.momentum_weight=0")
+"""In a column: what its rows of `co2_keep` have, unless they say otherwise."""
 LIMIT = Row("no communication", ("method=none",), limit=True)
 """The laboratory's bound of all methods: the same training without communication."""

@@ -178,7 +178,7 @@ ELASTIC_RUNS = [
             ("allreduce", "does not support weighted averaging"),
             ("eager_diloco", "adds its own part, 1/G"),
             ("streaming_diloco", "its fragments meet amid the round"),
-            ("co2_keep co2_keep.fragments=2", "replica is behind; use null, or fragments=1"),
+            ("co2_keep", "replica is behind; use null, or fragments=1"),
             ("noloco", "the mean of a pair does not support weighted averaging"),
             (f"desloc {ADAM}", "moments of unequal numbers of steps"),
             (

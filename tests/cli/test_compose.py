@@ -80,8 +80,11 @@ def test_defaults_are_those_of_the_dataclasses(method: str) -> None:
     recipe = yaml.safe_load((CONF / "task" / "scale" / "toy_smoke.yaml").read_text())
     recipe["optim"] |= OmegaConf.from_dotlist(list(known_methods()[method].needs)).get("optim", {})
     recipe["data"] = yaml.safe_load((CONF / "scale" / "smoke.yaml").read_text())["data"]
+    # What follows from other settings is not there yet: they may be given.
+    derived: dict[str, Any] = {"co2_keep": {"fragments": None}}
     for node, kind in schemas.items():
-        assert found[node] == {**plain_values(kind()), **recipe.get(node, {})}, node
+        own = {**plain_values(kind()), **derived.get(node, {}), **recipe.get(node, {})}
+        assert found[node] == own, node
     assert found["resume"] == "auto" and found["tag"] is None
 
 

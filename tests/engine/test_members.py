@@ -39,7 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "diloco": {"outer_lr": 1.0, "outer_momentum": 0.0},
     "slowmo": {"outer_lr": 1.0, "outer_momentum": 0.0},
     "cocod_sgd": {},
-    "co2_keep": {"keep_local": 1.0, "outer_momentum": 0.0},
+    "co2_keep": {"fragments": 1, "keep_local": 1.0, "momentum_weight": 0.0},
 }
 SIMULATED = {
     **{name: name for name in ("local_sgd", "co2", "cocod_sgd")},

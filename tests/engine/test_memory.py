@@ -110,7 +110,7 @@ LATE = {"first_moment_every": 2, "late_momentum": True}
         # A buffer, and what was sent, where the method overlaps.
         ("diloco", "fp32", MOMENTS, 3),
         ("co2", "fp32", MOMENTS, 3 + 4),
-        ("co2_keep", "bf16", MOMENTS, 2.5 + 3),
+        ("co2_keep", "bf16", MOMENTS, 3.5 + 3),
         ("co2_keep", "bf16", {"fragments": 2, "momentum_weight": 0.2}, 3.5),
         ("mt_dao", "fp32", LATE, 2 + 2),
         # One fragment: the messages on two workers are twice a vector of so many bits.

@@ -41,7 +41,13 @@ KNOBS: dict[str, dict[str, Any]] = {
     "allreduce": {},
     "local_sgd": {"tau": 3},
     "co2": {"tau": 3, "outer_lr": 1.0, "outer_momentum": 0.2, "gap_penalty": "gap_aware_steady"},
-    "co2_keep": {"tau": 3, "keep_local": 0.75, "momentum_weight": 0.15, "outer_momentum": 0.9},
+    "co2_keep": {
+        "tau": 3,
+        "fragments": 1,
+        "keep_local": 0.75,
+        "momentum_weight": 0.15,
+        "outer_momentum": 0.9,
+    },
 }
 """Of the references: what benchmarks/batched.py has."""
 

@@ -43,7 +43,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sparseloco": {"tau": 3, "density": 0.4, "outer_lr": 0.9, "error_decay": 0.8},
     "noloco": {"tau": 3, **_OUTER, "pull": 0.6},
     "co2": {"tau": 3, **_OUTER, "gap_penalty": "gap_aware", "clip": 0.03},
-    "co2_keep": {"tau": 3, "keep_local": 0.6, "outer_momentum": 0.6, "momentum_weight": 0.3},
+    "co2_keep": {
+        "tau": 3,
+        "fragments": 1,
+        "keep_local": 0.6,
+        "outer_momentum": 0.6,
+        "momentum_weight": 0.3,
+    },
     "co2_released": {"tau": 3, **_OUTER, "gap_penalty": 1.7},
     "acco": {},
     "sparta": {"share": 0.4, "delay": 3},
@@ -114,7 +120,7 @@ _OTHERS: dict[str, list[dict[str, Any]]] = {
     "co2_keep": [
         {"delay": 0},
         {"delay": 1},
-        {"fragments": 3},
+        {"fragments": None},
         {"fragments": 2, "keep_local": 1.0},
         {"tau": 4, "fragments": 2, "delay": 0},
         {"fragments": 3, "delay": 3},  # all three are under way at a time

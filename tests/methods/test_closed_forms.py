@@ -104,7 +104,7 @@ def co2_case(
 def keep_case(
     name: str, gradients: list[list[Vector]], expected: list[list[Vector]], **settings: Any
 ) -> Case:
-    plain = {"tau": 2, "outer_momentum": 0.0, "momentum_weight": 0.0}
+    plain = {"tau": 2, "fragments": 1, "outer_momentum": 0.0, "momentum_weight": 0.0}
     shown = settings.pop("shown", None)
     return Case(name, "co2_keep", {**plain, **settings}, gradients, expected, shown=shown)
 

@@ -47,6 +47,7 @@ LOCAL_SGD, COCOD_SGD = case("local_sgd"), case("cocod_sgd")
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
 NESTEROV = {"outer_lr": 1.0, "outer_momentum": 0.6}
 ALL_WAIT = {"blocking_share": 1.0}
+WHOLE = {"fragments": 1, "momentum_weight": 0.0}
 EVERY_ROUND = {"first_moment_every": TAU, "second_moment_every": TAU}
 NEVER = {"first_moment_every": 99, "second_moment_every": 99}
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.6}
@@ -57,7 +58,7 @@ Pair = tuple[str, Case, Case]
 SAME: list[Pair] = [
     ("sgd adamw", case("diloco", **PLAIN), LOCAL_SGD),
     ("adamw", case("co2_keep", "co2_keep", **ALL_WAIT), case("co2_keep", "co2_keep", delay=0)),
-    ("adamw", case("co2_keep", keep_local=0.6, delay=TAU), case("co2_keep", keep_local=0.6)),
+    ("adamw", case("co2_keep", **WHOLE, delay=TAU), case("co2_keep", **WHOLE)),
     ("adamw", case("desloc", **NEVER), LOCAL_SGD),
     ("sgd adamw", case("streaming_diloco", **ONE_FRAGMENT, **OUTER), case("diloco", **OUTER)),
     # Both are Local Adam; DiLoCo where its outer step is the mean.
@@ -71,11 +72,11 @@ CLOSE: list[Pair] = [
     ("plain momentum sgd decay", ("allreduce", {}), case("local_sgd", tau=1)),
     ("sgd adamw", ("sparta", {"share": 1.0}), case("local_sgd", tau=1)),
     ("sgd adamw", case("slowmo", **PLAIN), LOCAL_SGD),
-    ("sgd adamw", case("co2_keep", keep_local=1.0, momentum_weight=0.0), COCOD_SGD),
-    ("sgd adamw", case("co2_keep", delay=0, momentum_weight=0.0), LOCAL_SGD),
+    ("sgd adamw", case("co2_keep", **WHOLE, keep_local=1.0), COCOD_SGD),
+    ("sgd adamw", case("co2_keep", **WHOLE, delay=0), LOCAL_SGD),
     (
         "sgd adamw",
-        case("co2_keep", delay=0, outer_momentum=0.6, momentum_weight=0.6),
+        case("co2_keep", fragments=1, delay=0, outer_momentum=0.6, momentum_weight=0.6),
         case("diloco", **NESTEROV),
     ),
     (
@@ -174,7 +175,7 @@ def test_co2_is_another_a_round_late(rank: int, late: Case, in_time: Case) -> No
 @replicas(3)
 def test_kept_progress_that_keeps_none_is_co2_from_the_second_round_on(rank: int) -> None:
     """CO2 throws the first round's end away, where nothing has arrived; kept progress does not."""
-    kept = round_starts(rank, case("co2_keep", keep_local=0.0, momentum_weight=0.0))
+    kept = round_starts(rank, case("co2_keep", **WHOLE, keep_local=0.0))
     late = round_starts(rank, case("co2", **PLAIN, gap_penalty="none"))
     torch.testing.assert_close(kept[1:], late[1:])
 

@@ -38,11 +38,13 @@ def co2_keep(
     momentum_weight: float,
     keep_local: float = 0.5,
     delay: int | None = None,
-    fragments: int = 1,
+    fragments: int | None = None,
     average_moments: bool = False,
     blocking_share: float = 0.0,
 ) -> Iterator[Tensor | None]:
     """P fragments, each with a center c and a momentum u that are the same on all replicas.
+
+    Without a number there are 12, or as many as steps; with moments there is one.
 
     Fragment f is sent after the steps s with s = round(f tau / P) modulo tau: delta, the mean of
     all own steps since it was sent before. It arrives `delay` steps later; without a delay, as the
@@ -55,6 +57,8 @@ def co2_keep(
     weights = [
         [row for p in replica.trainable() for row in rows(p.detach())] for replica in replicas
     ]
+    if fragments is None:
+        fragments = 1 if average_moments else min(12, tau)
     members = cut([row.numel() for row in weights[0]], fragments)
     starts = sent_at(tau, fragments)
     gaps = [b - a for a, b in itertools.pairwise([*starts, tau])]
