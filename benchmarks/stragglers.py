@@ -118,7 +118,8 @@ def train(rank: int, training: Training, port: int) -> tuple[float, int]:
     mesh = Replicas(members, torch.device("cpu")).mesh
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    method = METHODS[training.name](METHODS[training.name].Config(tau=TAU, **SETTINGS[training.name]))
+    kind = METHODS[training.name]
+    method = kind(kind.Config(tau=TAU, **SETTINGS[training.name]))
     method.prepare(model, optimizer, mesh)
     members.formed()
     weighted = QUORUM not in method.refusals()
