@@ -13,8 +13,9 @@ is not shown to differ from Local SGD, after 100 or 300.
 
 Every method takes the best of four learning rates for each number of rounds, found on a seed and
 on validation data that the table does not show; DiLoCo, whose best was the lowest, of five. For
-1,000 rounds it takes that of 300. Outer settings are those of conf; methods in fragments
-have those of `FRAGMENTS`, Streaming DiLoCo the better of two. Variants have the rate of their
+1,000 rounds it takes that of 300. Outer settings are those of conf; `co2_keep` sends the model
+whole, without momentum. Methods in fragments have those of `FRAGMENTS`, Streaming DiLoCo the better
+of two. Variants have the rate of their
 method. On one replica an outer step averages nothing: what it changes there is no distribution
 (SNOO, Kallusky et al., arXiv 2510.15830).
 
@@ -386,8 +387,8 @@ RECIPE = TunedRecipe(
     text=f"GPT-2, two workers, τ = {TAU}, validation loss as trained; every method at the best of "
     "four learning rates, DiLoCo of five, NoLoCo, SPARTA, MT-DAO and DeMo of three, for each "
     "number of rounds (rounds_trials), for 200 and 400 or more rounds at that of 300, with default "
-    "outer settings; in fragments with those of a simulation, Streaming DiLoCo at the best of two "
-    "outer settings with each rate. "
+    "outer settings, kept progress whole and without momentum; in fragments with those of a "
+    "simulation, Streaming DiLoCo at the best of two outer settings with each rate. "
     f"The warm-up takes {WARM_UP:.0%} of the steps.",
     rows=ROWS,
     columns=tuple(column(rounds) for rounds in dict.fromkeys((*ROUNDS, *CURVE))),
