@@ -7,7 +7,9 @@
 Cost: 72 runs of a minute or two on 2 cores, some of them table2's: two hours.
 Found (results/tables/kept_progress.md): on GPT-2 co2_keep in 12 fragments loses less than Local
 SGD, which waits, and with two replicas it is not shown to lose anything. On RoBERTa its mean is the
-lowest beside AllReduce's, but it is not shown to differ from Local SGD; four replicas have not run.
+lowest beside AllReduce's; with conf's κ and w it is below Local SGD, with those that won it is not
+shown to differ. Without momentum it loses more than Local SGD on GPT-2. Four replicas of RoBERTa
+have not run.
 
 Settings are those that won with two replicas, on a seed and on validation data that the table does
 not show; the number of fragments is one of them. Trainings with four replicas have them too, with
@@ -99,8 +101,9 @@ RECIPE = Recipe(
     name="kept_progress",
     title="Kept progress beside AllReduce and DiLoCo",
     text="Validation loss after as many samples, τ = 12, each method with the settings that won "
-    "for its task with two replicas. What `co2_keep` and Streaming DiLoCo send has as many steps "
-    "to arrive as lie between two fragments, so that it hides alike.",
+    "for its task with two replicas, but for the κ and w that a row names. What `co2_keep` and "
+    "Streaming DiLoCo send has as many steps to arrive as lie between two fragments, so that it "
+    "hides alike.",
     rows=(*TUNED, *OTHERS),
     columns=tuple(column(task, replicas) for replicas in REPLICAS for task in SAMPLES),
     scales=("smoke",),
