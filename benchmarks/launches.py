@@ -79,6 +79,7 @@ ROUNDS |= {
     "co2, clip": ("co2", {"tau": 1, "clip": 1.0}),
     "co2, elementwise": ("co2", {"tau": 1, "gap_penalty": "gap_aware_elementwise"}),
     "co2, moments": ("co2", MOMENTS),
+    "co2_keep, 12 fragments": ("co2_keep", {"tau": 12}),
     "co2_keep, moments": ("co2_keep", MOMENTS),
     "desloc": ("desloc", EVERY_STEP),
     "mt_dao": ("mt_dao", {**EVERY_STEP, "slow_weight": 1.0}),
