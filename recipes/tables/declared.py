@@ -107,7 +107,11 @@ def _code(asked: str) -> str:
 
 def refusing(key: str) -> list[str]:
     """The methods, and settings of methods, that refuse a key of `Method.refusals`."""
-    found = [f"`{name}`" for name in METHODS if _refuses(name, {}, key)]
+    found = []
+    for name in METHODS:
+        if _refuses(name, {}, key):
+            whole = CATALOGUE[name].fragments and not _refuses(name, {"fragments": 1}, key)
+            found.append(f"`{name}`" + " unless `fragments=1`" * whole)
     for told, (name, settings) in VARIANTS.items():
         if f"`{name}`" not in found and _refuses(name, settings, key):
             found.append(f"`{told}`")

@@ -9,6 +9,7 @@ import pytest
 
 import co2
 from co2.comm.clocks import CommTotals
+from co2.errors import ConfigError
 from co2.methods.shared import auto_tau as tau
 from co2.methods.shared import local_method
 from co2.methods.shared.auto_tau import CHOICES, PATIENCE, START, WINDOW, AutoTau, choose
@@ -156,6 +157,12 @@ class Plan(Session):
 FIXED = "streaming_diloco"
 LOCAL: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in ROUNDS_OF if name != FIXED]
 LOCAL += [("co2", {"shard": True}), ("co2_keep", {"fragments": 2})]
+
+
+def test_auto_does_not_go_on_from_a_state_of_one_tau() -> None:
+    saved = Session(0, "co2", SETTINGS["co2"]).train(4).method.state_dict()
+    with pytest.raises(ConfigError, match=r"^co2\.tau=auto: the state was saved with 3[^\n]*$"):
+        Plan(0, "co2", {}).method.load_state_dict(saved)
 
 
 @replicas(2)

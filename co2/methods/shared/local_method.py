@@ -3,6 +3,7 @@
 import sys
 from bisect import bisect_right
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +119,13 @@ class LocalMethod(Method):
             )
         self.init_outer_state()
         return self.model
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        super().check_state(state)
+        then = state["config"]["tau"]
+        hint = f"the state was saved with {then}, and knows nothing that was measured; give that"
+        good = self.config.tau != AUTO or then == AUTO
+        require(good, f"{self.registered_name()}.tau", AUTO, hint)
 
     def _round_ends(self) -> list[int]:
         """The steps after which rounds end, where they differ in length; else none."""
