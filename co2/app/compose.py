@@ -5,7 +5,6 @@ Only Hydra's public interface is used. Whatever it raises leaves this module as 
 
 import contextlib
 import copy
-import dataclasses
 import itertools
 import re
 import shlex
@@ -114,9 +113,9 @@ def offer(tasks: Mapping[str, type], methods: Mapping[str, type[Method]]) -> Non
     each task and method as an option of these groups. What a method `needs` is a group of its own,
     because it wins over the task's recipe."""
     known = ConfigStore.instance()
-    fields = [own for own in dataclasses.fields(Config) if own.name in PLAIN]
-    keys = {own.name: own.default for own in fields if own.default is not dataclasses.MISSING}
-    known.store("keys", plain_values(keys | {node: kind() for node, kind in NODES.items()}))
+    declared = defaults(Config)
+    keys = {name: declared[name] for name in (*PLAIN, *NODES) if name in declared}
+    known.store("keys", plain_values(keys))
     for group, options in (("task", tasks), ("method", methods)):
         for name, kind in options.items():
             values = plain_values({group: name, name: defaults(schema(kind))})
