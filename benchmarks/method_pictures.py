@@ -128,7 +128,7 @@ CARDS = {
     "co2_keep": Card(
         "d",
         "The whole model, a round late. Each keeps {keep_local:.0%} of its own steps made "
-        "meanwhile. Outer momentum {outer_momentum:g}, at {momentum_weight:.0%}.",
+        "meanwhile; {momentum_weight:.0%} of an outer momentum of {outer_momentum:g} is added.",
     ),
     f"co2_keep{FRAGMENTED}": Card(
         "d", "Halves a and b of the model in turn, half a round late; {keep_local:.0%} is kept."

@@ -98,7 +98,7 @@ def main() -> None:
         f"τ = {TAU}, {args.steps} steps of {STEP_S * 1e3:.0f} ms, of {2 * STEP_S * 1e3:.0f} ms on "
         f"the slow one; medians over {args.repeats} repeats. Steps/s are worker 0's, which is not "
         "slow; under an overlapped method it is up to a round ahead when it ends, so that waiting "
-        "looks less.",
+        "looks less. co2_keep sends the model whole, as a quorum asks.",
         HEAD,
         rows,
     )

@@ -188,7 +188,7 @@ RECIPE = Recipe(
     title="A hundred faults",
     text=f"Toy, {WORKERS} workers on 2 cores, {STEPS} steps, τ = {TAU}, launch.elastic=true with "
     f"four restarts and launch.silent_s={SILENT_S:g}. What happens, and at which step and to whom, "
-    "is drawn from the seed.",
+    "is drawn from the seed. co2_keep sends the model whole, without momentum.",
     rows=tuple(row(name, method) for name in TOKENS for method in METHODS),
     columns=(ENDED, WRONG, LOST, DOUBLED, LEFT_OUT, SECONDS, LOSS),
     seeds=SEEDS,

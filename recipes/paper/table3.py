@@ -184,7 +184,8 @@ RECIPE = Recipe(
     text="Tokens per second of all workers together. Repeats stand in for seeds; each has every "
     "method before the next begins. At scale=smoke on GPT-2, every worker on a link of its own and "
     "both on one machine, each on a core of its own: trainings have 60 steps, with τ auto 180, of "
-    "which the first 60 are with τ = 12. At scale=paper with one micro-batch of a worker in a "
+    "which the first 60 are with τ = 12, and kept progress sends the model whole, without "
+    "momentum. At scale=paper with one micro-batch of a worker in a "
     "step, all methods in turn by the workers of one job: two rounds of warm-up, then two that are "
     "timed. The paper measured other networks, which the simulated table has.",
     rows=(*METHODS, *LONG, AUTO, LIMIT),

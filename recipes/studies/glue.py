@@ -85,7 +85,7 @@ RECIPE = TunedRecipe(
     text=f"RoBERTa pre-trained for {STEPS} steps under each method, with the learning rate that "
     "won in glue_trials and betas of 0.9 and 0.999, then fine-tuned under AllReduce. topic: which "
     "of six packages a passage is from; adjoin: whether two passages follow one another. Accuracy "
-    "by chance is 16.67 % and 50 %.",
+    "by chance is 16.67 % and 50 %. Kept progress sends the model whole, without momentum.",
     rows=(*METHODS, NEW),
     columns=COLUMNS,
     scales=("smoke",),

@@ -145,7 +145,8 @@ RECIPE = Recipe(
     title="Learning rates and replicas",
     text=f"GPT-2, {STEPS} steps of {SAMPLES} samples of all replicas together, τ = 12, validation "
     "loss on the data for tuning; one seed. With one replica local SGD is AllReduce, and CO2 is "
-    "not: its means are as late as with more.",
+    "not: its means are as late as with more. Kept progress sends the model whole, without "
+    "momentum.",
     rows=tuple(trial for method in METHODS for trial in at_rates(method, RATES)),
     columns=tuple(map(column, REPLICAS)),
     seeds=(TUNING_SEED,),

@@ -15,9 +15,8 @@ Every method takes the best of four learning rates for each number of rounds, fo
 on validation data that the table does not show; DiLoCo, whose best was the lowest, of five. For
 1,000 rounds it takes that of 300. Outer settings are those of conf; `co2_keep` sends the model
 whole, without momentum. Methods in fragments have those of `FRAGMENTS`, Streaming DiLoCo the better
-of two. Variants have the rate of their
-method. On one replica an outer step averages nothing: what it changes there is no distribution
-(SNOO, Kallusky et al., arXiv 2510.15830).
+of two. Variants have the rate of their method. On one replica an outer step averages nothing: what
+it changes there is no distribution (SNOO, Kallusky et al., arXiv 2510.15830).
 
 The paper trains for thousands of rounds: its 14,000 steps of ResNet-50 (90 epochs, batches of 8192)
 are 1,200 rounds of 12, and 600,000 steps of GPT-2 (nanoGPT's recipe; the paper does not say) are

@@ -471,7 +471,8 @@ def test_same_bits(interpreted: dict[str, list[Tensor]], name: str) -> None:
 @pytest.mark.usefixtures("no_inner_steps")
 @pytest.mark.parametrize("name", [name for name in ROUNDS if name != "demo"])  # some a tensor
 def test_a_round_of_gpt2_takes_under_60_launches(name: str) -> None:
-    """Where moments arrive late they are an exchange of their own, beside that of the weights."""
+    """Where moments arrive late they are an exchange of their own, beside that of the weights; so
+    is each fragment."""
     exchanges = {"co2, moments": 2, "co2_keep, 12 fragments": 12}.get(name, 1)
     assert 0 < len(of_gpt2(name).log) < 60 * exchanges
     sizes = [param.numel() for param in gpt2().parameters()]
