@@ -32,8 +32,8 @@ OUTER_RATES = ("0.3", "0.5", "0.7", "1")
 PLAIN = (
     Row("AllReduce", ("method=allreduce",)),
     Row("Local SGD", ("method=local_sgd",)),
-    Row("CO2, kept progress", ("method=co2_keep",)),
-    Row("CO2, kept progress, whole", ("method=co2_keep", *KEPT_WHOLE)),
+    Row("CO2, kept progress", ("method=co2_keep", *KEPT_WHOLE)),
+    Row("CO2, kept progress, 12 fragments", ("method=co2_keep",)),
 )
 OUTER = (
     Row("SlowMo", ("method=slowmo",)),
