@@ -35,7 +35,7 @@ PLAIN = (
     Row("AllReduce", ("method=allreduce",)),
     Row("Local SGD", ("method=local_sgd",)),
     Row("CO2, kept progress", ("method=co2_keep", *KEPT_WHOLE)),
-    Row("CO2, kept progress, 12 fragments", ("method=co2_keep",)),
+    Row("CO2, kept progress, defaults", ("method=co2_keep",)),
 )
 OUTER = (
     Row("SlowMo", ("method=slowmo",)),

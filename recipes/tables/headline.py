@@ -17,10 +17,10 @@ from co2.record import drawing
 from co2.record.table import NOT_RUN, NOTHING, Table
 from recipes.recipe import Rows
 from recipes.registry import RECIPES
-from recipes.studies import field, fragments, rounds
+from recipes.studies import fragments, rounds
 from recipes.tables import figures, shares
 from recipes.tables.answer import DATA
-from recipes.tables.entries import Entry, by_seed, entries
+from recipes.tables.entries import Entry, entries
 from recipes.tables.equal_steps import Ratio
 from recipes.tables.log_mean import LogMean
 from recipes.tables.methods import METHODS, PAPERS_GAP, STEADY_GAP
@@ -102,20 +102,8 @@ def _of(ours: Rows, recipe: str) -> Rows:
 
 
 def _shares(ours: Rows) -> dict[tuple[str, str], shares.Share]:
-    """table3's, over all its repeats; of what it has not, those of `fragments` or `field`."""
-    found = {
-        place: share
-        for recipe in (fragments.RECIPE, RECIPES["table3"])
-        for place, share in shares.shares(recipe, _of(ours, recipe.name), "2 workers").items()
-        if place[1] in LINKS
-    }
-    values = by_seed(_of(ours, "field"))
-    for row in (row for row in ROWS if len(row.overrides) == 1):  # `field` has no others
-        for link in LINKS:
-            key = row.overrides[0].removeprefix("method=")
-            own = values.get((key, field.share("gpt2", link.partition(" ")[0])))
-            if own and (row.name, link) not in found:
-                found[row.name, link] = shares.share_of(list(own.values()))
+    """Of `fragments`, whose rows have all run on one processor."""
+    found = shares.shares(fragments.RECIPE, _of(ours, "fragments"), "2 workers")
     for link in LINKS:  # the gap changes nothing that is sent
         if (STEADY_GAP.name, link) in found:
             found[PAPERS_GAP.name, link] = found[STEADY_GAP.name, link]
@@ -169,7 +157,7 @@ def table(ours: Rows, scale: str) -> Table:
     """A line for each method; without lines where nothing has run."""
     rows = [row for row in ROWS if any(line["row"] == row.name for line in ours)]
     found, steps = dots(ours), rounds.ratios(_of(ours, "rounds"))
-    waits = _entries(ours, "fragments", scale) | _entries(ours, "table3", scale)
+    waits = _entries(ours, "fragments", scale)
     race = _entries(ours, "time_to_loss", scale)
     settings = {line["row"]: line["command"] for line in _of(ours, "time_to_loss")}
     scores = {
@@ -202,16 +190,17 @@ def table(ours: Rows, scale: str) -> Table:
         *map(POINTS_MORE.format, POINTS),
     )
     text = (
-        "GPT-2, two workers. Waits: share of the time in which a worker stands still for links of "
-        f"{SLOWEST} (1.3 M parameters; best: what reached AllReduce's loss soonest, 0.19 M). "
+        "GPT-2, two workers. Waits: share of the time in which a worker stands still for links "
+        f"of {SLOWEST} (1.3 M parameters; best: what reached AllReduce's loss soonest, 0.19 M). "
         "Steps: for AllReduce's loss, in units of AllReduce's steps (0.19 M). Net time: steps "
         f"after {BUDGET} rounds over the share of the throughput that is kept (fp32), a multiple "
-        "of AllReduce's time if nothing were sent; waits and speed of fragments are of other "
-        "repeats (fragments), without momentum. Time to the loss: measured, with the type on the "
-        "wire, τ and schedule that are best for each method, in units of AllReduce's on "
-        "unlimited links (time_to_loss). Points: AllReduce's score in percent, and what "
-        "others have more; a star as in table1. Brackets: 95 % intervals. Without a star a method "
-        "is not shown to differ, nor shown to be equal."
+        "of AllReduce's time if nothing were sent. Waits and speeds are of one processor "
+        "(fragments). Time to the loss: measured, with the type on the wire, τ and schedule that "
+        "are best for each method, in units of AllReduce's on unlimited links, where it waits as "
+        "well (time_to_loss). Points: AllReduce's score in percent, and what others have more; a "
+        "star as in table1. What is sent in fragments has an outer momentum, which AllReduce, "
+        "Local SGD and whole kept progress lack; 12 fragments are three steps late. Brackets: 95 "
+        "% intervals. Without a star a method is not shown to differ, nor shown to be equal."
     )
     return Table(heads, lines, title="Cost and benefit", text=text)
 
@@ -222,18 +211,19 @@ def at_first(ours: Rows, scale: str) -> Table:
     at = [list(whole.head).index(head) for head in FIRST_COLUMNS]
     rows = {str(row[0]): [row[place] for place in at] for row in whole.rows}
     text = (
-        "GPT-2, two workers: 0.19 M parameters for steps to AllReduce's loss, 1.3 M for waits and "
-        "speed (of fragments: repeats of their own). Net time combines both: steps at "
-        f"{BUDGET} rounds, divided by the kept speed. Of "
-        "steps and times 1 is AllReduce's where the network costs nothing. ViT on "
-        f"{DATA['ViT'].partition(', ')[2]}: AllReduce's accuracy in percent, and points above it. "
-        "[Brackets, stars](docs/results.md#cost-and-benefit)."
+        "GPT-2, two workers: 0.19 M parameters for steps to AllReduce's loss, 1.3 M for waits "
+        f"and speed. Net time combines both: steps at {BUDGET} rounds, divided by the kept speed. "
+        "1 is, of steps, AllReduce's; of net time, AllReduce's if nothing were sent; of time to "
+        "the loss, AllReduce's on unlimited links. Fragments have an outer momentum, which "
+        f"AllReduce, Local SGD and the row above lack. ViT on {DATA['ViT'].partition(', ')[2]}: "
+        "AllReduce's accuracy in percent, and points above it. [Brackets, "
+        "stars](docs/results.md#cost-and-benefit)."
     )
     lines = [rows[name] for name in FIRST_ROWS if name in rows]
     return Table(FIRST_COLUMNS, lines, title="Cost and benefit", text=text)
 
 
-def _entries(ours: Rows, recipe: str, scale: str) -> dict[tuple[str, str], Entry]:
+def _entries(ours: Rows, recipe: str, scale: str) -> Mapping[tuple[str, str], Entry]:
     """Those of a recipe, by names of row and column; none where there is no such recipe."""
     if recipe not in RECIPES:
         return {}
