@@ -40,6 +40,13 @@ OTHERS = tuple(
     for w in ("0.1", "0")
 )
 """At the learning rate that won: with conf's κ and w, and without momentum. Two replicas alone."""
+RATE = {"gpt2": "0.008", "roberta": "0.003536"}
+"""By task: the learning rate that won for AllReduce and for Local SGD."""
+AT_THEIRS = {
+    task: Row(f"{OTHERS[-1].name}, rate {rate}", (*OTHERS[-1].overrides, f"optim.lr={rate}"))
+    for task, rate in RATE.items()
+}
+"""Without momentum, at the rate of the methods that have none. Of this task, two replicas alone."""
 
 
 def place(task: str, replicas: int) -> str:
@@ -58,6 +65,7 @@ def words(task: str, replicas: int) -> tuple[str, ...]:
 
 def column(task: str, replicas: int) -> Column:
     """Validation loss."""
+    taken = (*OTHERS, AT_THEIRS[task]) if replicas == REPLICAS[0] else ()
     return Column(
         place(task, replicas),
         words(task, replicas),
@@ -66,7 +74,7 @@ def column(task: str, replicas: int) -> Column:
         digits=4,
         curve=False,
         part=f"{replicas} replicas",
-        without=() if replicas == REPLICAS[0] else tuple(row.name for row in OTHERS),
+        without=tuple(row.name for row in (*OTHERS, *AT_THEIRS.values()) if row not in taken),
     )
 
 
@@ -101,10 +109,10 @@ RECIPE = Recipe(
     name="kept_progress",
     title="Kept progress beside AllReduce and DiLoCo",
     text="Validation loss after as many samples, τ = 12, each method with the settings that won "
-    "for its task with two replicas, but for the κ and w that a row names. What `co2_keep` and "
-    "Streaming DiLoCo send has as many steps to arrive as lie between two fragments, so that it "
-    "hides alike.",
-    rows=(*TUNED, *OTHERS),
+    "for its task with two replicas, but for the κ, w and rate that a row names. What `co2_keep` "
+    "and Streaming DiLoCo send has as many steps to arrive as lie between two fragments, so that "
+    "it hides alike.",
+    rows=(*TUNED, *OTHERS, *AT_THEIRS.values()),
     columns=tuple(column(task, replicas) for replicas in REPLICAS for task in SAMPLES),
     scales=("smoke",),
     beside=chosen,
