@@ -3,8 +3,10 @@
     sudo .venv/bin/python -m recipes run fragments         in the laboratory
 
 Cost: 108 trainings of 20 seconds to two minutes on 2 cores, a quarter of an hour a repeat (--seeds
-6: the first). Its waits and speeds stand beside the steps of recipe rounds in the headline table and
-figure, because all methods have run on one processor, in turn.
+6: the first). Its waits and speeds stand beside the steps of recipe rounds in the headline table
+and figure, because all methods have run on one processor, in turn.
+Found (results/tables/fragments.md): where a mean takes half a round or less, whatever is sent late
+hardly waits, whole or in fragments; where it takes longer than one, all of it waits alike.
 """
 
 from collections.abc import Iterator

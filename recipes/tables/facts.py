@@ -122,9 +122,9 @@ class Facts:
         mean = equal_steps.Ratio(dict(enumerate(logs)), False, errors).mean
         return f"×{mean.text('.2f')}"
 
-    def share(self, row: str, link: str) -> str:
+    def share(self, row: str, link: str, recipe: str = "table3") -> str:
         """The share of the throughput without communication."""
-        found = self._shares.get((row, link))
+        found = shares.shares(RECIPES[recipe], self._of(recipe), "2 workers").get((row, link))
         return NOT_RUN if found is None else found.text()
 
     def gap_range(self, low: str, high: str) -> str:
@@ -217,7 +217,3 @@ class Facts:
     @cached_property
     def _steps(self) -> Mapping[str, Mapping[int, equal_steps.Ratio]]:
         return rounds.ratios(self._of("rounds"))
-
-    @cached_property
-    def _shares(self) -> Mapping[tuple[str, str], shares.Share]:
-        return shares.shares(RECIPES["table3"], self._of("table3"), "2 workers")

@@ -25,14 +25,14 @@ from recipes.tables.equal_steps import Ratio
 from recipes.tables.log_mean import LogMean
 from recipes.tables.methods import METHODS, PAPERS_GAP, STEADY_GAP
 
-LINKS = ("20 Mbit/s", "100 Mbit/s")
+LINKS = ("40 Mbit/s", "100 Mbit/s")
 SLOWEST = LINKS[0]
 BUDGET = 300
 """Rounds of the figure and of net time: as many as table2 trains."""
 BUDGETS = (100, BUDGET, 1000)
 WAITS = f"waits, %, {SLOWEST}, fp32"
 STEPS, NET_TIME, POINTS_MORE = "steps, {:,} rounds", "net time, {}", "{}, points"
-RACE = f"time to the loss, {SLOWEST}, best wire and τ"
+RACE = "time to the loss, 20 Mbit/s, best wire and τ"
 RACE_COLUMN = "ratio to AllReduce's seconds"
 FIRST_COLUMNS = (
     "method",

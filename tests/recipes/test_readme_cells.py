@@ -218,15 +218,15 @@ def _mean(*place: str) -> str:
 @pytest.mark.parametrize("method", PAGE)
 def test_the_headline_table(method: str) -> None:
     row = PAGE[method]
-    waiting = "2 workers, waiting for communication %, 20 Mbit/s"
-    assert row["waits, %, 20 Mbit/s, fp32"] == _mean("fragments", method, waiting)
+    waiting = "2 workers, waiting for communication %, 40 Mbit/s"
+    assert row["waits, %, 40 Mbit/s, fp32"] == _mean("fragments", method, waiting)
     best = row["waits, %, best wire and τ"].partition(" (")[0]
     assert best == _mean("time_to_loss", method, "exposed, % of training")
     for rounds in (100, 300, 1000):
         steps = _steps(method, rounds)
         told = "not run" if steps is None else "1" if method == "AllReduce" else _interval(*steps)
         assert row[f"steps, {rounds:,} rounds"] == told
-    for link in ("20 Mbit/s", "100 Mbit/s"):
+    for link in ("40 Mbit/s", "100 Mbit/s"):
         assert row[f"net time, {link}"] == _net_time(method, link)
     race = list(OURS.get(("time_to_loss", method, "ratio to AllReduce's seconds"), {}).values())
     half = t.ppf(0.975, len(race) - 1) * stdev(race) / math.sqrt(len(race)) if race else 0.0
