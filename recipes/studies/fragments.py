@@ -5,8 +5,8 @@
 Cost: 108 trainings of 20 seconds to two minutes on 2 cores, a quarter of an hour a repeat (--seeds
 6: the first). Its waits and speeds stand beside the steps of recipe rounds in the headline table
 and figure, because all methods have run on one processor, in turn.
-Found (results/tables/fragments.md): where a mean takes half a round or less, whatever is sent late
-hardly waits, whole or in fragments; where it takes longer than one, all of it waits alike.
+Found (results/tables/fragments.md): where a mean takes three quarters of a round or less, CO2 and
+kept progress hardly wait, whole or in fragments; where it takes longer than one, all wait alike.
 """
 
 from collections.abc import Iterator
