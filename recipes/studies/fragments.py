@@ -6,7 +6,7 @@ Cost: 108 trainings of 20 seconds to two minutes on 2 cores, a quarter of an hou
 6: the first). Its waits and speeds stand beside the steps of recipe rounds in the headline table
 and figure, because all methods have run on one processor, in turn.
 Found (results/tables/fragments.md): where a mean takes three quarters of a round or less, CO2 and
-kept progress hardly wait, whole or in fragments; where it takes longer than one, all wait alike.
+kept progress hardly wait, whole or in fragments; where it takes longer than one, these wait alike.
 """
 
 from collections.abc import Iterator

@@ -6,10 +6,9 @@
 
 Cost: 72 runs of a minute or two on 2 cores, some of them table2's: two hours.
 Found (results/tables/kept_progress.md): on GPT-2 co2_keep in 12 fragments loses less than Local
-SGD, which waits, and with two replicas it is not shown to lose anything. On RoBERTa its mean is the
-lowest beside AllReduce's; with conf's κ and w it is below Local SGD, with those that won it is not
-shown to differ. Without momentum, at Local SGD's rate, it is not shown to differ from Local SGD.
-Four replicas of RoBERTa have not run.
+SGD, which waits, and with two replicas it is not shown to lose anything. On RoBERTa it loses less
+than Local SGD, and with the κ and w that won more than AllReduce. Without momentum, at Local SGD's
+rate, it is not shown to differ from Local SGD. Four replicas of RoBERTa have not run.
 
 Settings are those that won with two replicas, on a seed and on validation data that the table does
 not show; the number of fragments is one of them. Trainings with four replicas have them too, with

@@ -33,6 +33,7 @@ class Facts:
     def __init__(self, ours: Rows, scale: str, results: Path) -> None:
         self._ours, self._scale, self._results = ours, scale, results
         self._entries: dict[str, list[Entry]] = {}
+        self._shares: dict[str, Mapping[tuple[str, str], shares.Share]] = {}
 
     def fill(self, text: str) -> str:
         """The text with every marked place filled in."""
@@ -124,7 +125,9 @@ class Facts:
 
     def share(self, row: str, link: str, recipe: str = "table3") -> str:
         """The share of the throughput without communication."""
-        found = shares.shares(RECIPES[recipe], self._of(recipe), "2 workers").get((row, link))
+        if recipe not in self._shares:
+            self._shares[recipe] = shares.shares(RECIPES[recipe], self._of(recipe), "2 workers")
+        found = self._shares[recipe].get((row, link))
         return NOT_RUN if found is None else found.text()
 
     def gap_range(self, low: str, high: str) -> str:

@@ -59,6 +59,7 @@ FIRST_ROWS = (
     rounds.TWELVE.name,
 )
 DRAWN = (*FIRST_ROWS, PAPERS_GAP.name)
+"""In the figure."""
 NET_TIMES = (1, 2, 4, 8)
 """Of the diagonals."""
 
@@ -191,16 +192,17 @@ def table(ours: Rows, scale: str) -> Table:
     )
     text = (
         "GPT-2, two workers. Waits: share of the time in which a worker stands still for links "
-        f"of {SLOWEST} (1.3 M parameters; best: what reached AllReduce's loss soonest, 0.19 M). "
-        "Steps: for AllReduce's loss, in units of AllReduce's steps (0.19 M). Net time: steps "
-        f"after {BUDGET} rounds over the share of the throughput that is kept (fp32), a multiple "
-        "of AllReduce's time if nothing were sent. Waits and speeds are of one processor "
-        "(fragments). Time to the loss: measured, with the type on the wire, τ and schedule that "
-        "are best for each method, in units of AllReduce's on unlimited links, where it waits as "
-        "well (time_to_loss). Points: AllReduce's score in percent, and what others have more; a "
-        "star as in table1. What is sent in fragments has an outer momentum, which AllReduce, "
-        "Local SGD and whole kept progress lack; 12 fragments are three steps late. Brackets: 95 "
-        "% intervals. Without a star a method is not shown to differ, nor shown to be equal."
+        f"of {SLOWEST} (1.3 M parameters), or of 20 Mbit/s with the wire and τ that reached "
+        "AllReduce's loss soonest (0.19 M). Steps: for AllReduce's loss, in units of AllReduce's "
+        f"steps (0.19 M). Net time: steps after {BUDGET} rounds over the share of the throughput "
+        "that is kept (fp32), a multiple of AllReduce's time if nothing were sent. Waits and "
+        "speeds are of one processor (fragments). Time to the loss: measured, with the type on "
+        "the wire, τ and schedule that are best for each method, in units of AllReduce's on "
+        "unlimited links, where it waits as well (time_to_loss). Points: AllReduce's score in "
+        "percent, and what others have more; a star as in table1. What is sent in fragments has "
+        "an outer momentum, which AllReduce, Local SGD and whole kept progress lack; 12 "
+        "fragments are three steps late. Brackets: 95 % intervals. Without a star a method is "
+        "not shown to differ, nor shown to be equal."
     )
     return Table(heads, lines, title="Cost and benefit", text=text)
 
