@@ -45,8 +45,8 @@ ROOMS = {
 """Where faults are put. All these tests are asked, those of its own folder first."""
 GOLDEN = "tests/recipes/test_golden.py"
 """Is asked as well: a change of what a task trains is one of its losses."""
-MOST, MOST_FILES = 150, 8
-"""So many tests that reach a fault are asked at most, and so many of their files."""
+MOST_S = 180
+"""The tests that a fault is given take so long at most, on a machine that does nothing else."""
 KINDS = ("comparison", "constant", "statement", "argument")
 HANGS_S = 120
 """A test of this length has hung: the longest takes a quarter of it on a quiet machine."""
@@ -268,8 +268,16 @@ def reach(mutants: Sequence[Mutant], folder: str, tree: Path, log: Path) -> None
     part.rename(log)
 
 
-def reached(log: Path) -> dict[int, list[str]]:
-    """The tests that reach each place, the shortest first; those that failed for the probes too."""
+@dataclass(frozen=True)
+class Log:
+    """How long each test of a folder takes, and those that reach each place."""
+
+    seconds: dict[str, float]
+    reach: dict[int, set[str]]
+
+
+def read(log: Path) -> Log:
+    """With the tests that failed for the probes, too."""
     tests, reach = {}, defaultdict(set)
     for line in log.read_text().splitlines():
         what, number, *more = line.split(" ", 4)
@@ -277,10 +285,45 @@ def reached(log: Path) -> dict[int, list[str]]:
             tests[int(number)] = (float(more[0]), more[2])
         else:
             reach[int(more[0])].add(int(number))
-    return {
-        place: [name for _, name in sorted(tests[number] for number in found if number in tests)]
+    named = {
+        place: {tests[number][1] for number in found if number in tests}
         for place, found in reach.items()
     }
+    return Log({name: seconds for seconds, name in tests.values()}, named)
+
+
+def asked(mutant: Mutant, number: int, logs: dict[str, Log]) -> tuple[list[str], int]:
+    """(the tests that a fault is given, how many reach it): those that reach it, then the others of
+    their files, since what is computed once is reached in one test only. A place outside of all
+    functions is asked of its whole folder. The shortest of each file comes before the second of
+    each, for tests of one file find alike."""
+    own = next(folder for room, folder in ROOMS.items() if mutant.path.startswith(room))
+    order: list[tuple[bool, int, bool, float, str]] = []
+    reach = 0
+    for folder, log in logs.items():
+        if at_import(mutant):
+            found = set(log.seconds) if folder in (own, GOLDEN) else set()
+        else:
+            found = log.reach.get(number, set())
+            reach += len(found)
+        files = {_file(test) for test in found}
+        others = {test for test in log.seconds if _file(test) in files} - found
+        for tests in (found, others):
+            of_file = Counter[str]()
+            for seconds, test in sorted((log.seconds[test], test) for test in tests):
+                order.append((tests is others, of_file[_file(test)], folder != own, seconds, test))
+                of_file[_file(test)] += 1
+    left, given = float(MOST_S), []
+    for *_, seconds, test in sorted(order):
+        left -= seconds
+        if left < 0:
+            break
+        given.append(test)
+    return given, reach
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
 
 
 def at_import(mutant: Mutant) -> bool:
@@ -294,22 +337,18 @@ def at_import(mutant: Mutant) -> bool:
 
 
 def judge(mutant: Mutant, tests: list[str], tree: Path) -> tuple[str, str]:
-    """(outcome, first test that fails) of the fault in a copy of the commit: of the tests that
-    reach it, then of their whole files, since what is computed once is reached in one test only."""
+    """(outcome, first test that fails) of the fault in a copy of the commit."""
     path = tree / mutant.path
     sound = path.read_bytes()
     path.write_bytes(sound[: mutant.start] + mutant.text.encode() + sound[mutant.end :])
-    files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
     try:
-        for words in (tests[:MOST], files[:MOST_FILES]):
-            status, out = _tested(tree, ["-m", "not slow", *words]) if words else (0, "")
-            if status:
-                first = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", out, re.MULTILINE)
-                outcome = "hangs" if "Timeout" in out else "killed"
-                return outcome, first[1] if first else "every test"
+        status, out = _tested(tree, ["-m", "not slow", *tests]) if tests else (0, "")
     finally:
         path.write_bytes(sound)
-    return "survives", ""
+    if not status:
+        return "survives", ""
+    first = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", out, re.MULTILINE)
+    return "hangs" if "Timeout" in out else "killed", first[1] if first else "every test"
 
 
 def _tested(tree: Path, words: list[str], first: bool = True, **more: str) -> tuple[int, str]:
@@ -393,27 +432,23 @@ def run(mutants: list[Mutant], most: int | None, jobs: int) -> None:
         for _ in range(jobs):
             trees.put(clone())
 
-        def one(mutant: Mutant, tests: list[str]) -> None:
+        def one(mutant: Mutant, tests: list[str], reach: int) -> None:
             tree, began = trees.get(), time.monotonic()
             outcome, killer = judge(mutant, tests, tree)
             trees.put(tree)
             seconds = round(time.monotonic() - began)
             place = (mutant.path, mutant.line, mutant.kind, mutant.start, mutant.text)
-            write(Result(*place, outcome, killer, len(tests), seconds, commit()))
+            write(Result(*place, outcome, killer, reach, seconds, commit()))
             name = f"{mutant.path}:{mutant.line} {mutant.kind}"
             print(f"{len(known())}: {name} {outcome} {killer} {seconds} s", flush=True)
 
-        tests_of = {folder: reached(log) for folder, log in logs.items()}
+        found = {folder: read(log) for folder, log in logs.items()}
         done = {(result.path, result.start, result.text) for result in known()}
-        wanted = []
-        for number, mutant in enumerate(mutants):
-            if (mutant.path, mutant.start, mutant.text) not in done:
-                folders = [ROOMS[room] for room in ROOMS if mutant.path.startswith(room)]
-                folders += [folder for folder in logs if folder not in folders]
-                tests = [test for folder in folders for test in tests_of[folder].get(number, [])]
-                if at_import(mutant):
-                    tests = [folders[0], GOLDEN]
-                wanted.append((mutant, tests))
+        wanted = [
+            (mutant, *asked(mutant, number, found))
+            for number, mutant in enumerate(mutants)
+            if (mutant.path, mutant.start, mutant.text) not in done
+        ]
         for future in [pool.submit(one, *each) for each in wanted[:most]]:
             future.result()
 
