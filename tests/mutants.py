@@ -241,7 +241,7 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    if _REACH in os.environ and report.when == "call":
+    if _REACH in os.environ and (report.when == "call" or report.failed):
         with open(os.environ[_REACH], "a") as file:
             number = _NUMBERS[report.nodeid]
             file.write(f"test {number} {report.duration:.3f} {report.outcome} {report.nodeid}\n")
@@ -294,15 +294,17 @@ def read(log: Path) -> Log:
 
 def asked(mutant: Mutant, number: int, logs: dict[str, Log]) -> tuple[list[str], int]:
     """(the tests that a fault is given, how many reach it): those that reach it, then the others of
-    their files, since what is computed once is reached in one test only. A place outside of all
-    functions is asked of its whole folder. The shortest of each file comes before the second of
-    each, for tests of one file find alike."""
+    their files, since what is computed once is reached in one test only. Where probes say nothing,
+    the files that name the module come before the others of its folder. The shortest of each file
+    comes before the second of each, for tests of one file find alike."""
     own = next(folder for room, folder in ROOMS.items() if mutant.path.startswith(room))
+    blind, named = without_probe(mutant), _naming(mutant.path)
     order: list[tuple[bool, int, bool, float, str]] = []
     reach = 0
     for folder, log in logs.items():
-        if at_import(mutant):
-            found = set(log.seconds) if folder in (own, GOLDEN) else set()
+        if blind:
+            whole = folder in (own, GOLDEN)
+            found = {test for test in log.seconds if whole or _file(test) in named}
         else:
             found = log.reach.get(number, set())
             reach += len(found)
@@ -311,7 +313,9 @@ def asked(mutant: Mutant, number: int, logs: dict[str, Log]) -> tuple[list[str],
         for tests in (found, others):
             of_file = Counter[str]()
             for seconds, test in sorted((log.seconds[test], test) for test in tests):
-                order.append((tests is others, of_file[_file(test)], folder != own, seconds, test))
+                rank = of_file[_file(test)]
+                late = _file(test) not in named if blind else tests is others
+                order.append((late, rank, folder != own, seconds, test))
                 of_file[_file(test)] += 1
     left, given = float(MOST_S), []
     for *_, seconds, test in sorted(order):
@@ -326,14 +330,28 @@ def _file(test: str) -> str:
     return test.partition("::")[0]
 
 
-def at_import(mutant: Mutant) -> bool:
-    """Whether its place is outside of all functions. The probes see it reached in the first test of
-    each process that imports the file, which says nothing."""
+@functools.cache
+def _naming(path: str) -> set[str]:
+    """The files of tests that name a module."""
+    name = re.compile(rf"\b{Path(path).stem}\b")
+    files = (ROOT / "tests").rglob("test_*.py")
+    return {str(file.relative_to(ROOT)) for file in files if name.search(file.read_text())}
+
+
+def without_probe(mutant: Mutant) -> bool:
+    """Whether probes say nothing of its place: outside of all functions it is reached in the first
+    test of each process that imports the file, and a GPU's kernel has no room for a probe."""
     source = (ROOT / mutant.path).read_bytes()
     starts = _starts(source)
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-    spans = (_span(node, starts) for node in ast.walk(ast.parse(source)) if isinstance(node, kinds))
-    return not any(begin <= mutant.start < end for begin, end in spans)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, kinds):
+            begin, end = _span(node, starts)
+            if begin <= mutant.start < end:
+                return not isinstance(node, ast.Lambda) and "triton.jit" in map(
+                    ast.unparse, node.decorator_list
+                )
+    return True
 
 
 def judge(mutant: Mutant, tests: list[str], tree: Path) -> tuple[str, str]:
