@@ -339,18 +339,20 @@ def _naming(path: str) -> set[str]:
 
 
 def without_probe(mutant: Mutant) -> bool:
-    """Whether probes say nothing of its place: outside of all functions it is reached in the first
-    test of each process that imports the file, and a GPU's kernel has no room for a probe."""
+    """Whether probes say nothing of its place: what is computed on import is reached in the first
+    test of each process, and a GPU's kernel has no room for a probe."""
     source = (ROOT / mutant.path).read_bytes()
     starts = _starts(source)
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, kinds):
-            begin, end = _span(node, starts)
-            if begin <= mutant.start < end:
-                return not isinstance(node, ast.Lambda) and "triton.jit" in map(
-                    ast.unparse, node.decorator_list
-                )
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            (begin, _), (_, end) = (_span(node.body[at], starts) for at in (0, -1))
+            kernel = "triton.jit" in map(ast.unparse, node.decorator_list)
+        elif isinstance(node, ast.Lambda):
+            (begin, end), kernel = _span(node.body, starts), False
+        else:
+            continue
+        if begin <= mutant.start < end:
+            return kernel
     return True
 
 
