@@ -427,7 +427,6 @@ KEYS = [
     for name, method in METHODS.items()
     for field in dataclasses.fields(method.Config)
 ]
-FREE = nonempty((name, key) for name, key in KEYS if key in METHODS[name].may_change)
 FIXED = {
     "diloco": "average_moments",
     "overlap_local_sgd": "pull",
@@ -442,7 +441,8 @@ FIXED = {
 }
 """Settings by which a state was made: under another value, what was saved would mean something
 else. They are typed here, because a method that frees one too many goes wrong in silence."""
-REFUSED = [pair for pair in KEYS if pair not in FREE or pair[1] in FIXED.get(pair[0], "").split()]
+REFUSED = nonempty(pair for pair in KEYS if pair[1] in FIXED.get(pair[0], "").split())
+FREE = nonempty(pair for pair in KEYS if pair not in REFUSED)
 ROUNDS_MAY_CHANGE = nonempty(case for case in TELLING if (case[0], "tau") in FREE)
 
 

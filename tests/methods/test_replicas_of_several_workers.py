@@ -339,6 +339,17 @@ def test_gradients_of_experts_travel_between_counterparts(rank: int) -> None:
     assert worker.method.stats().comm_s > 0
 
 
+def test_a_weight_of_two_names_is_no_buffer() -> None:
+    module = torch.nn.Module()
+    module.first, module.second = (
+        torch.nn.Linear(2, 2, bias=False),
+        torch.nn.Linear(2, 2, bias=False),
+    )
+    module.second.weight = module.first.weight
+    module.register_buffer("mean", torch.ones(1))
+    assert own_buffers(module).keys() == {"mean"}
+
+
 @replicas(4)
 def test_a_worker_may_hold_nothing_of_a_weight(rank: int) -> None:
     worker = Worker(rank, "co2", Strategy.zero3, 2)

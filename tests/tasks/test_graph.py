@@ -284,6 +284,8 @@ def append(): return missing()
 def unique_elsewhere(): return use
 """,
     "poly/other.py": """
+from ..core.base import helper
+def lost(): return Base()  # one name is imported, not all
 def far(x): return sqrt(x)
 async def rare(): await rare()
 def many(): return 0
