@@ -45,7 +45,7 @@ ROOMS = {
 """Where faults are put. All these tests are asked, those of its own folder first."""
 GOLDEN = "tests/recipes/test_golden.py"
 """Is asked as well: a change of what a task trains is one of its losses."""
-MOST_S = 180
+MOST_S = 90
 """The tests that a fault is given take so long at most, on a machine that does nothing else."""
 KINDS = ("comparison", "constant", "statement", "argument")
 HANGS_S = 120
