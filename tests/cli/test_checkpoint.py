@@ -167,6 +167,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         after = checkpoints(folder).load()
         assert after is not None
         assert_state(after, after[0])
+        assert not list(folder.glob(".*")), "of the dead nothing is left"
         found.append(after[0])
         saver = checkpoints(folder)
         assert_state(saver.load(), after[0])
