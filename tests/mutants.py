@@ -298,7 +298,7 @@ def asked(mutant: Mutant, number: int, logs: dict[str, Log]) -> tuple[list[str],
     the files that name the module come before the others of its folder. The shortest of each file
     comes before the second of each, for tests of one file find alike."""
     own = next(folder for room, folder in ROOMS.items() if mutant.path.startswith(room))
-    blind, named = without_probe(mutant), _naming(mutant.path)
+    blind, named = without_probe(mutant), {GOLDEN, *_naming(mutant.path)}
     order: list[tuple[bool, int, bool, float, str]] = []
     reach = 0
     for folder, log in logs.items():

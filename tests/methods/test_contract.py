@@ -410,6 +410,12 @@ def test_a_state_is_loaded_while_an_exchange_is_under_way(rank: int, case: Case)
         session.method.flush()
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_what_has_not_begun_has_cost_nothing(name: str) -> None:
+    method = Session(0, name, SETTINGS[name]).method
+    assert vars(method.totals()) == {"comm_s": 0, "exposed_s": 0, "bytes_sent": 0}
+
+
 # A state that is loaded under another method or configuration than it was saved with either goes on
 # as the new one says, or is refused in one line.
 
