@@ -295,10 +295,11 @@ def read(log: Path) -> Log:
 def asked(mutant: Mutant, number: int, logs: dict[str, Log]) -> tuple[list[str], int]:
     """(the tests that a fault is given, how many reach it): those that reach it, then the others of
     their files, since what is computed once is reached in one test only. Where probes say nothing,
-    the files that name the module come before the others of its folder. The shortest of each file
-    comes before the second of each, for tests of one file find alike."""
+    as in what is compiled, the files that name the module come before the others of its folder. The
+    shortest of each file comes before the second of each, for tests of one file find alike."""
     own = next(folder for room, folder in ROOMS.items() if mutant.path.startswith(room))
-    blind, named = without_probe(mutant), {GOLDEN, *_naming(mutant.path)}
+    blind = without_probe(mutant) or not any(number in log.reach for log in logs.values())
+    named = {GOLDEN, *_naming(mutant.path)}
     order: list[tuple[bool, int, bool, float, str]] = []
     reach = 0
     for folder, log in logs.items():

@@ -74,6 +74,11 @@ def test_steps_that_become_faster_or_slower(clock: Clock, factor: float) -> None
     assert max(gaps) <= 110 + 20 * factor
 
 
+def test_steps_that_take_longer(clock: Clock) -> None:
+    found, _ = saves(clock, CheckpointConfig(every=0, every_s=10), [1.0] + [100.0] * 9)
+    assert found == [*range(2, 11)]
+
+
 def test_beside_the_steps(clock: Clock) -> None:
     config = CheckpointConfig(every=30, every_s=20)
     found, _ = saves(clock, config, [1.0] * 90)

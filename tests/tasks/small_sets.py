@@ -60,6 +60,7 @@ def drawn(
     sources[:5], targets[:5], targets[5:10] = sources[5:10], targets[5:10], sources[5:10]
     rows = draw.normal(size=(nodes, features)).astype(dtype)
     labels = draw.integers(classes, size=nodes)
+    labels[1:3] = 0, classes - 1  # the least and the largest
     labels[::3] = -1
     known = draw.permutation(np.flatnonzero(labels >= 0))
     parts = {"train": known[:12], "val": known[12:18], "test": known[18:]}

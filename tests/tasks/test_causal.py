@@ -101,6 +101,8 @@ PADDING = 50304 - 50257
 
 def test_sizes(root: Path) -> None:
     assert 1.25e6 < num_parameters("gpt2") < 1.35e6
+    tiny = num_parameters("gpt2", size=Size.tiny, context=64, vocab_size=512)
+    assert round(tiny / 1e4) == 19
     public = {"corpus": CorpusName.openwebtext, "context": 1024}
     assert num_parameters("gpt2", size=Size.small, **public) == 124_439_808 + PADDING * 768
     assert round(num_parameters("gpt2", size=Size.medium, **public) / 1e6) == 355
@@ -171,6 +173,7 @@ def transnormer_task(root: Path, text_file: Path) -> TransNormer:
 
 def test_sizes_of_transnormer() -> None:
     assert 1.35e6 < num_parameters("transnormer", size=Sizes["smoke"]) < 1.45e6
+    assert round(num_parameters("transnormer", size=Sizes["tiny"], vocab_size=512) / 1e4) == 20
     for size in ("385m", "1b", "7b"):
         counted = num_parameters("transnormer", size=Sizes[size], corpus=CorpusName.openwebtext)
         layers, _, width = SHAPES[Sizes[size]]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from tasks import GLUE, RoBERTa
 from tasks.glue import passages
 from tasks.glue.examples import Examples, fitted
 from tasks.glue.glue import Name
-from tasks.glue.glue_tables import GLUE_TASKS, read_examples
+from tasks.glue.glue_tables import GLUE_TASKS, BadTable, read_examples, read_split
 from tasks.glue.scores import METRICS
 from tasks.shared.corpus import user_corpus
 from tasks.shared.randomness import generator
@@ -31,7 +32,7 @@ from tasks.text.masking import IGNORED, Masking, Vocabulary, masked
 from tasks.text.roberta import CorpusName, Size, roberta_ids
 from tasks.text.text import windows
 from tests.tasks import small_glue
-from tests.tasks.build import built, mesh, num_parameters, roberta, sampler, text_of
+from tests.tasks.build import built, mesh, num_parameters, refusal, roberta, sampler, text_of
 from tests.tasks.conftest import story
 
 WORDS = Vocabulary(1000)
@@ -215,7 +216,10 @@ def test_evaluation_is_the_mean_over_all_windows(root: Path, text_file: Path) ->
 def test_wikibooks_keeps_its_ids(tmp_path: Path) -> None:
     tokens = np.array([*range(1000, 1015), 2] * 20, np.uint16)
     store.create(tmp_path / "wikibooks", {part: [tokens] for part in store.PARTS}, 50265, 2, {})
-    task = roberta(tmp_path, corpus=CorpusName.wikibooks, context=34, num_workers=1)
+    of_it = {"corpus": CorpusName.wikibooks, "context": 34, "num_workers": 1}
+    line = refusal(lambda: built("glue", tmp_path, name=Name.topic, **of_it))
+    assert line.startswith("glue.corpus=wikibooks: glue.name=topic is made of text files")
+    task = roberta(tmp_path, **of_it)
     seen, places, targets = next(task.batches(mesh(), 0))
     assert seen.scatter(1, places, targets)[0].tolist() == [0, *([*range(1000, 1015), 2] * 2), 2]
     assert task.vocabulary.mask == 50264 and (targets != 2).all()
@@ -340,6 +344,27 @@ def test_examples_are_the_tables(tables: Path, text_file: Path, name: str) -> No
     assert examples(task)["val"].first == len(first)
     assert len(list((Path(task.data.root) / "text").glob(f"glue_{name}-*"))) == 1
     assert task.fingerprint()["num_samples"]["train"] == 40
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "says"),
+    [
+        ("sentence", 7, "has int64 values, not texts, in sentence"),
+        ("sentence", None, "has no rows, or empty fields"),
+        ("label", None, "has no rows, or empty fields"),
+        ("label", 1.0, "has labels that are no numbers, or not whole ones"),
+        ("label", 2, "has labels that are not from 0 to 1"),
+        ("label", -1, "has labels that are not from 0 to 1"),
+    ],
+)
+def test_a_table_that_is_not_the_task_s(
+    tmp_path: Path, column: str, value: object, says: str
+) -> None:
+    sound = small_glue.table("sst2", "train")
+    spoilt = sound.set_column(sound.column_names.index(column), column, [[value] * len(sound)])
+    pq.write_table(spoilt, tmp_path / "train-00000-of-00001.parquet")
+    with pytest.raises(BadTable, match=says):
+        read_split(tmp_path, "sst2", "train")
 
 
 @pytest.mark.parametrize("name", GLUE_TASKS)
