@@ -163,7 +163,7 @@ CASES += [("co2", {**_CO2, "gap_penalty": gap, "blocking_share": 0.4}) for gap i
 SHARDED: list[Case] = [
     ("co2", {**SETTINGS["co2"], "shard": True}),
     *(
-        ("co2", {**_CO2, "gap_penalty": gap, **_CLIPS[number % len(_CLIPS)], "shard": True})
+        ("co2", {**_CO2, "gap_penalty": gap, **_CLIPS[(number + 2) % len(_CLIPS)], "shard": True})
         for number, gap in enumerate(_GAPS)
     ),
     ("co2", {**_CO2, "gap_penalty": "gap_aware", "blocking_share": 0.4, "shard": True}),

@@ -3,6 +3,7 @@
 import colorsys
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,7 @@ def test_evaluation_is_that_of_all_pixels_at_their_own_size(folder: Path) -> Non
 
 IMAGE = "images/training/ADE_train_00000001.jpg"
 MASK = "annotations/training/ADE_train_00000001.png"
+MASK_OF_VALIDATION = "annotations/validation/ADE_val_00000001.png"
 
 
 def painted(path: Path) -> None:
@@ -180,6 +182,7 @@ def painted(path: Path) -> None:
         (MASK, Path.unlink, True, "is missing, the mask of ADE_train_00000001.jpg"),
         (IMAGE, lambda path: path.write_bytes(path.read_bytes()[:-300]), False, "cannot be read ("),
         (MASK, painted, False, "has class 200; ADE20K's are 1 to 150"),
+        (MASK_OF_VALIDATION, painted, False, "has class 200; ADE20K's are 1 to 150"),
     ],
 )
 def test_what_is_spoilt_is_named(
@@ -189,7 +192,8 @@ def test_what_is_spoilt_is_named(
     spoil(folder / name)
     for workers in (0, 2):
         task = ade20k(path=folder, workers=workers)
-        line = refusal(lambda: task.setup(1) if at_once else used(task, 4))  # noqa: B023
+        met = task.setup if at_once else lambda _: (used(task, 4), task.baselines())  # noqa: B023
+        line = refusal(partial(met, 1))
         assert line.startswith(f"data.path={folder}: {folder / name}: {says}")
 
 
