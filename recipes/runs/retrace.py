@@ -46,19 +46,25 @@ try:
     from recipes.runs.cells import TrainCell, run
 except ImportError:  # as it was until 2026-11-27
     from recipes.cells import TrainCell, run
-made = []
-for words in json.loads(sys.argv[1]):
-    made.append(TrainCell(tuple(words)))
+def cell(words):
+    made = TrainCell(tuple(words))
     try:
-        made[-1].check() if hasattr(made[-1], "check") else made[-1].config()
+        made.check() if hasattr(made, "check") else made.config()
     except Exception as error:
+        key, _, why = str(error).partition("=")
+        known = [word for word in words if not word.startswith(f"{key}=")]
+        if sys.argv[3] and ": unknown key" in why and len(known) < len(words):
+            return cell(known)
         print(error)
-        made[-1] = None
+        return None
+    return made
+made = [cell(words) for words in json.loads(sys.argv[1])]
 run([cell for cell in made if cell is not None])
 losses = [cell and (cell.summary() or {"final": {"loss": None}})["final"]["loss"] for cell in made]
 open(sys.argv[2], "w").write(json.dumps(losses))
 """
-"""What a commit's own code is asked: to train, and to write the losses."""
+"""What a commit's own code is asked: to train, and to write the losses. Keys that it does not know
+are left out, because today's command says in them what had no name then."""
 Line = dict[str, str]
 Words = tuple[str, ...]
 Losses = Sequence[float | None]
@@ -172,7 +178,7 @@ def train(commit: str | None, commands: Sequence[Words]) -> Losses:
         moved = json.dumps([[*words, f"runs={runs}"] for words in commands])
         answer = runs / "losses.json"
         answer.unlink(missing_ok=True)
-        ask = [sys.executable, "-c", _CODE, moved, str(answer)]
+        ask = [sys.executable, "-c", _CODE, moved, str(answer), commit or ""]
         environment = {**os.environ, "PYTHONPATH": str(tree)}
         subprocess.run(ask, cwd=tree, env=environment, stdout=log, stderr=subprocess.STDOUT)
     losses: Losses = json.loads(answer.read_text()) if answer.exists() else [None] * len(commands)

@@ -86,7 +86,7 @@ def test_a_commit_is_trained_by_its_own_code(
     other = (*TOY, "co2.outer_lr=0.5")
     commands = [retrace.shortened(words) for words in (TOY, other, (*TOY, "co2.nothing=1"))]
     then, now = retrace.train(HEAD, commands), retrace.train(None, commands)
-    assert then == now and now[2] is None
-    assert None not in now[:2] and now[0] != now[1]
+    assert then == [*now[:2], now[0]], "a key that a commit does not know has no value there"
+    assert None not in now[:2] and now[0] != now[1] and now[2] is None
     assert list((tmp_path / retrace.RUNS / HEAD).glob("tree")) == []
     assert APP.conf.exists()
