@@ -2,6 +2,7 @@
 what it refuses, in one line: ways to travel, and inner optimizers. A method is covered by being in
 the registry; the limits of its settings are in tests/engine/test_limits.py."""
 
+import dataclasses
 import re
 from itertools import chain, combinations
 from typing import Any
@@ -81,6 +82,43 @@ def test_the_catalogue_says_what_the_class_does(name: str) -> None:
     assert entry.average_moments == ("average_moments" in keys)
     assert entry.fragments == ("fragments" in keys)
     assert entry.elastic == (ELASTIC not in METHODS[name]().refusals())
+
+
+SHARED = "tau=12 comm_share=0.1 tau_power=0.0 blocking_share=0.0 average_moments=False"
+DEFAULTS = {
+    "slowmo": "outer_lr=1.0 outer_momentum=0.5",
+    "diloco": "outer_lr=0.7 outer_momentum=0.9",
+    "noloco": "outer_lr=0.7 outer_momentum=0.5 pull=0.7",
+    "overlap_local_sgd": "pull=0.6 outer_momentum=0.7",
+    "streaming_diloco": "fragments=2 delay=1 mixing=0.5 exchange=full outer_lr=0.7 "
+    "outer_momentum=0.9",
+    "eager_diloco": "outer_lr=0.7 outer_momentum=0.9",
+    "sparseloco": "density=0.02 outer_lr=1.0 error_decay=0.95",
+    "co2": "outer_lr=1.0 outer_momentum=0.2 gap_penalty=gap_aware_steady clip=None clip_mode=value "
+    "shard=False",
+    "co2_keep": "fragments=12 delay=None keep_local=0.5 outer_momentum=0.9 momentum_weight=0.1",
+    "co2_released": "tau=48 outer_lr=1.0 outer_momentum=0.5 gap_penalty=1.0",
+    "sparta": "share=0.005 delay=0",
+    "desloc": "first_moment_every=36 second_moment_every=72",
+    "mt_dao": "slow_beta=0.995 slow_weight=0.7 first_moment_every=12 second_moment_every=12 "
+    "late_momentum=False",
+    "demo": "decay=0.999 top_k=32 block=64",
+    "onebit_adam": "freeze_step=100 compress=momentum mask_below=0.01",
+    "zero_one_adam": "freeze_step=100 compress=momentum mask_below=0.01 kappa=16 double_every=None "
+    "max_interval=16",
+}
+"""What a command that names no setting means, in papers' numbers and tables of ours: typed, so that
+none changes by mistake."""
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_defaults(name: str) -> None:
+    expected = dict(word.split("=") for word in (*SHARED.split(), *DEFAULTS.get(name, "").split()))
+    config = METHODS[name].Config()
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        assert expected.pop(field.name) == str(getattr(value, "value", value)), field.name
+    assert expected.keys() <= set(re.findall(r"(\w+)=", SHARED))
 
 
 def vectors(name: str) -> float:

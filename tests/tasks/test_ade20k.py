@@ -18,7 +18,7 @@ from tasks import ADE20K
 from tasks.ade20k.ade20k import Source
 from tasks.ade20k.pairs import FOLDER, Pairs
 from tasks.ade20k.scenes import Scenes
-from tasks.ade20k.segmentation import _MEAN, _STD, IGNORED, normalized, whole
+from tasks.ade20k.segmentation import _MEAN, _STD, IGNORED, normalized, size_at, whole
 from tasks.ade20k.upernet import upernet
 from tasks.ade20k.views import COLOUR_DRAWS, Views, distorted
 from tasks.shared.randomness import uniforms
@@ -228,6 +228,12 @@ def sample(height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     labels = torch.from_numpy(blocks.repeat(8, 0).repeat(8, 1)[:height, :width])
     image = torch.stack([labels * 10, torch.full_like(labels, 7), torch.full_like(labels, 9)])
     return image, labels
+
+
+def test_no_side_is_left_without_a_pixel() -> None:
+    """The long one has at most four times the short side's length."""
+    assert size_at(5000, 1, 32, 1.0) == (128, 1) and size_at(1, 5000, 32, 0.5) == (1, 64)
+    assert size_at(300, 200, 32, 1.0) == (48, 32)
 
 
 def levels(views: torch.Tensor) -> torch.Tensor:

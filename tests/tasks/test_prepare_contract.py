@@ -174,6 +174,8 @@ def test_disturbed_it_is_gone_on_with(
         root = tmp_path / f"{how}{at}"
         capfd.readouterr()
         assert disturbed(command(given, root), root, at, how)[0] == STATUS[how]
+        if how == "stopped":
+            assert "stopped; the same command goes on where it stopped" in capfd.readouterr().err
         if how == "full":
             (line,) = re.findall("^error: .*", capfd.readouterr().err, re.MULTILINE)
             assert line.endswith("No space left on device; make room or choose another")
