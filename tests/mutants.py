@@ -34,6 +34,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "mutants.csv"
 ROOMS = {
@@ -366,7 +368,7 @@ def judge(mutant: Mutant, tests: list[str], tree: Path) -> tuple[str, str]:
         status, out = _tested(tree, ["-m", "not slow", *tests]) if tests else (0, "")
     finally:
         path.write_bytes(sound)
-    if not status:
+    if status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return "survives", ""
     first = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", out, re.MULTILINE)
     return "hangs" if "Timeout" in out else "killed", first[1] if first else "every test"

@@ -489,6 +489,10 @@ def test_a_longer_round_ends_at_the_next_step(rank: int, case: Case) -> None:
     assert_same(found.snapshot(), expected.snapshot())
 
 
+def test_what_is_not_fixed_may_change() -> None:
+    assert FREE == [(name, key) for name, key in KEYS if key in METHODS[name].may_change]
+
+
 @replicas(2)
 @pytest.mark.parametrize(("name", "key"), grid(FREE, lambda pair: pair[0] in OF_A_KIND), ids=str)
 def test_a_key_that_may_change(rank: int, name: str, key: str) -> None:
