@@ -16,7 +16,7 @@ from sklearn.metrics import accuracy_score, jaccard_score
 
 from tasks import ADE20K
 from tasks.ade20k.ade20k import Source
-from tasks.ade20k.pairs import FOLDER, Pairs
+from tasks.ade20k.pairs import FOLDER, SPLITS, Pairs
 from tasks.ade20k.scenes import Scenes
 from tasks.ade20k.segmentation import _MEAN, _STD, IGNORED, normalized, size_at, whole
 from tasks.ade20k.upernet import upernet
@@ -55,6 +55,10 @@ def test_the_model_of_scale_paper() -> None:
     backbone += 9 * (3 * 32 + 32 * 32 + 32 * 64) - 49 * 3 * 64 + 2 * (32 + 32)
     count = sum(weight.numel() for weight in model.parameters())
     assert count == sum(convs) + norms + backbone
+
+
+def test_samples_of_the_public_set() -> None:
+    assert SPLITS == {"training": 20_210, "validation": 2_000}
 
 
 def test_weights_of_the_backbone(tmp_path: Path) -> None:

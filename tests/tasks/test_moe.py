@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _symmetric_memory as symm_mem
 
 import tasks.moe.moe as task_module
@@ -118,6 +119,15 @@ def test_compiled_code_computes_the_same_bits(bf16: bool, capacity: float | None
     same = [torch.equal(one, other) for one, other in zip(*found, strict=True)]
     assert all(same[:-2] if bf16 else same)
     torch.testing.assert_close(*found, rtol=0.1, atol=0.1)
+
+
+def test_shapes_alone_are_enough() -> None:
+    """For what a training takes in memory."""
+    made = layer(2)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+        (gradient,) = torch.autograd.grad(made(x).sum(), x)
+    assert gradient.shape == (TOKENS, WIDTH)
 
 
 def test_a_shared_expert_sees_every_token() -> None:

@@ -199,6 +199,12 @@ def test_another_rule(tmp_path: Path, refused: Refused) -> None:
     assert "holds another graph; delete it first" in refused([*rule, "--seed", "1"])
 
 
+def test_the_published_counts_add_up() -> None:
+    """papers100M's labelled nodes are 1,546,782."""
+    known = prepare.KNOWN["papers100m"]
+    assert sum(known[part] for part in ("train", "val", "test")) == 1_546_782
+
+
 def test_check_compares_with_the_published_counts(tmp_path: Path, capfd, monkeypatch) -> None:
     folder = made(tmp_path, "igb-tiny", igb(tmp_path / "size").folder).folder
     capfd.readouterr()
