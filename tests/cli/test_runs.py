@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -236,6 +237,27 @@ def test_every_method_brings_what_others_learn(workers: Pool, tmp_path: Path, me
     assert len(losses) == 60
     assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 0.3
     assert summary(run.folder)["bytes_per_step"] > 0
+
+
+@contextmanager
+def ended_late(runs: Path) -> Iterator[None]:
+    """Setup: worker 1 ends later than worker 0, and looks whether the run has."""
+    flush = AllReduce.flush
+
+    def late(method: AllReduce) -> None:
+        flush(method)
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+            assert list(runs.rglob("summary.json")) == []
+
+    with patch.object(AllReduce, "flush", late):
+        yield
+
+
+def test_a_run_has_ended_once_all_workers_have(workers: Pool, tmp_path: Path) -> None:
+    words = ("method=allreduce", "train.steps=3")
+    run = pooled(workers, 2, *words, runs=tmp_path, setup=partial(ended_late, tmp_path))
+    assert math.isfinite(summary(run.folder)["final"]["loss"])
 
 
 @pytest.mark.parametrize("world", [1, 4])

@@ -193,6 +193,12 @@ def test_a_source_in_one_line(
     assert not list((tmp_path / "data" / "graphs").iterdir())
 
 
+@pytest.mark.parametrize("memory", ["0", "-1", "nan", "2e6"])
+def test_memory_that_no_machine_has(tmp_path: Path, memory: str, refused: Refused) -> None:
+    line = refused(words(tmp_path, "mag240m", "--source", tmp_path, "--memory", memory))
+    assert line == f"error: --memory={float(memory)}: must be above 0, in GB"
+
+
 def test_another_rule(tmp_path: Path, refused: Refused) -> None:
     rule = words(tmp_path, "generated", "--nodes", 200, "--features", 4, "--classes", 4)
     assert main(rule) == 0
