@@ -228,11 +228,13 @@ def task(root: Path, text_file: Path) -> MoE:
     return moe(root, text_file, context=32, vocab_size=300, num_workers=3)
 
 
-@pytest.mark.parametrize("size", ["small-8e", "small-64e", "medium-128e"])
-def test_sizes(size: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "experts"), [("small-8e", 8), ("small-64e", 64), ("medium-128e", 128)]
+)
+def test_sizes(size: str, experts: int) -> None:
     """GPT-2's own number of parameters, in every second block E − 1 more MLPs and a gate, and 47
     rows that fill the vocabulary up to 50304."""
-    (layers, _, width), experts = SHAPES[Size[size]]
+    (layers, _, width), _ = SHAPES[Size[size]]
     plain = {12: 124_439_808, 24: 354_823_168}[layers]
     mlp = 8 * width**2 + 5 * width
     expected = plain + layers // 2 * ((experts - 1) * mlp + experts * width) + 47 * width
