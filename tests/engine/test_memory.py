@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,7 +22,7 @@ from co2.config import CommConfig, Config, Precision
 from co2.gpus import GPUS, gpu_of
 from co2.methods import METHODS
 from co2.methods.shared import compressed_adam
-from co2.train.estimate import Holdings, Live, holdings, work
+from co2.train.estimate import Attention, Holdings, Live, holdings, work
 from co2.train.within_replica import blocks, checkpoint_activations
 from tests.methods.driver import ADAM, FP32_ONLY, NEEDS_SGD
 from tests.workers import replicas
@@ -81,6 +82,14 @@ def held_beyond_the_ledger(name: str, wire: Precision, **fields: Any) -> tuple[f
 
 WHOLE = [name for name in METHODS if name not in (*ADAM, *FP32_ONLY, *NEEDS_SGD)]
 """Those that bf16 can carry."""
+
+
+def test_attention_is_measured_without_dropout() -> None:
+    """With it a CPU keeps the scores, and a GPU does not."""
+    x = torch.randn(1, 1, 4, 8)
+    with Attention():
+        found = F.scaled_dot_product_attention(x, x, x, dropout_p=0.9)
+    assert torch.equal(found, F.scaled_dot_product_attention(x, x, x))
 
 
 @replicas(2)

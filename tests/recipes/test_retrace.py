@@ -78,6 +78,7 @@ def test_only_what_comes_out_alike_has_a_fingerprint() -> None:
     ]
 
 
+@pytest.mark.slow  # starts interpreters
 @pytest.mark.skipif(not HEAD, reason=NO_COMMIT)
 def test_a_commit_is_trained_by_its_own_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -193,6 +193,11 @@ def test_a_source_in_one_line(
     assert not list((tmp_path / "data" / "graphs").iterdir())
 
 
+def test_a_source_without_its_file(tmp_path: Path, refused: Refused) -> None:
+    line = refused(words(tmp_path / "data", "friendster", "--source", tmp_path))
+    assert f"--source={tmp_path}: does not hold {graph_sets.FRIENDSTER}; give the folder" in line
+
+
 @pytest.mark.parametrize("memory", ["0", "-1", "nan", "2e6"])
 def test_memory_that_no_machine_has(tmp_path: Path, memory: str, refused: Refused) -> None:
     line = refused(words(tmp_path, "mag240m", "--source", tmp_path, "--memory", memory))
