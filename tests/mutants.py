@@ -3,10 +3,11 @@ given to the tests that reach its place, which one run of all tests with probes 
 
     python -m tests.mutants --sample 300 --seed 0
 
-takes hours, so each result is written to results/mutants.csv at once; the same command goes on with
-what is missing there. `--show` prints the survivors and the shares. A fault is one of: a comparison
-flipped, a constant off by one, a statement removed, an argument dropped. Faults go into copies of
-the last commit, never into this tree.
+takes one or two hours, so each result is written to results/mutants.csv at once; the same command
+goes on with what is missing there: delete that file once the code has changed. `--show` prints the
+survivors and the shares. A fault is one of: a comparison flipped, a constant off by one, a
+statement removed, an argument dropped. Faults go into copies of the last commit, never into this
+tree.
 
 mutmut and cosmic-ray were not used: both run the tests in their own process or with the package of
 the environment, and these tests start processes that import the code anew.
