@@ -436,10 +436,14 @@ def test_symmetric_memory_equals_tiles(rank: int, world: int, experts: int) -> N
 @replicas(2)
 def test_experts_that_cannot_be_divided() -> None:
     fused, odd = layer(1, experts=4, kernel=Kernel.fused), layer(1, experts=5)
+    many = layer(1, experts=34, exchange=Exchange.symmetric)
     line = refusal(lambda: fused.divide(dist.group.WORLD))
     assert line.startswith("moe.kernel=fused: needs all experts on each w")
     line = refusal(lambda: odd.divide(dist.group.WORLD))
     assert line.startswith("mesh.replica_size=2: must divide the 5 experts")
+    line = refusal(lambda: many.divide(dist.group.WORLD))
+    assert line.startswith("moe.exchange=symmetric: a worker would have 17 experts, at most 16")
+    layer(1, experts=34, exchange=Exchange.tiled).divide(dist.group.WORLD)
 
 
 @pytest.mark.parametrize(
