@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from co2.config import OptimConfig
+from tasks.prepare.__main__ import main
 from tasks.shapenet.clouds import normalized, open_clouds, scaled_and_moved
 from tasks.shapenet.point_mae import PointMAE
 from tasks.shapenet.points import chamfer, farthest_points, patches, taken
@@ -220,6 +221,20 @@ def test_the_svm_on_modelnet40(tmp_path: Path, folder: Path) -> None:
     machine = LinearSVC(dual=False).fit(features["train"], kinds["train"])
     assert scores["modelnet40_accuracy"] == machine.score(features["test"], kinds["test"])
     assert task.fingerprint()["modelnet40"] == {"train": 12, "test": 6}
+
+
+def test_a_check_counts_what_modelnet40_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = modelnet40(tmp_path / "modelnet40", points=1024)
+    assert main(["shapenet", "--check", str(there)]) == 1
+    test, train = (f"{there}/modelnet40_{part}.txt: names" for part in ("test", "train"))
+    assert {*capsys.readouterr().out.splitlines()} == {
+        f"{train} 12 clouds, ModelNet40 has 9843",
+        f"{test} 6 clouds, ModelNet40 has 2468",
+        *(f"{part} 2 categories, ModelNet40 has 40" for part in (train, test)),
+        f"{there}: 4 faults",
+    }
 
 
 def test_what_an_svm_cannot_tell() -> None:
