@@ -305,7 +305,7 @@ def test_under_torchrun_it_is_refused(tmp_path: Path, variables: Callable) -> No
 
 @pytest.mark.parametrize(
     ("strategy", "victim", "number"),
-    grid([("zero2", 3, signal.SIGKILL), ("zero3", 2, signal.SIGSTOP)], lambda one: one[1] == 3),
+    grid([("zero2", 3, signal.SIGKILL), ("zero3", 2, signal.SIGSTOP)], lambda one: "zero2" in one),
 )
 def test_a_worker_costs_its_replica(
     tmp_path: Path, strategy: str, victim: int, number: signal.Signals

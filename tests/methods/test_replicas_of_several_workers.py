@@ -341,10 +341,8 @@ def test_gradients_of_experts_travel_between_counterparts(rank: int) -> None:
 
 def test_a_weight_of_two_names_is_no_buffer() -> None:
     module = torch.nn.Module()
-    module.first, module.second = (
-        torch.nn.Linear(2, 2, bias=False),
-        torch.nn.Linear(2, 2, bias=False),
-    )
+    module.first = torch.nn.Linear(2, 2, bias=False)
+    module.second = torch.nn.Linear(2, 2, bias=False)
     module.second.weight = module.first.weight
     module.register_buffer("mean", torch.ones(1))
     assert own_buffers(module).keys() == {"mean"}

@@ -3,7 +3,6 @@
 import colorsys
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,8 +195,9 @@ def test_what_is_spoilt_is_named(
     spoil(folder / name)
     for workers in (0, 2):
         task = ade20k(path=folder, workers=workers)
-        met = task.setup if at_once else lambda _: (used(task, 4), task.baselines())  # noqa: B023
-        line = refusal(partial(met, 1))
+        line = refusal(
+            lambda: task.setup(1) if at_once else (used(task, 4), task.baselines())  # noqa: B023
+        )
         assert line.startswith(f"data.path={folder}: {folder / name}: {says}")
 
 

@@ -234,7 +234,7 @@ def task(root: Path, text_file: Path) -> MoE:
 def test_sizes(size: str, experts: int) -> None:
     """GPT-2's own number of parameters, in every second block E − 1 more MLPs and a gate, and 47
     rows that fill the vocabulary up to 50304."""
-    (layers, _, width), _ = SHAPES[Size[size]]
+    layers, _, width = SHAPES[Size[size]][0]
     plain = {12: 124_439_808, 24: 354_823_168}[layers]
     mlp = 8 * width**2 + 5 * width
     expected = plain + layers // 2 * ((experts - 1) * mlp + experts * width) + 47 * width

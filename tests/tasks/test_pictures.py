@@ -182,7 +182,7 @@ def test_rand_augment_is_timms(photo: torch.Tensor) -> None:
 
 def test_erasing(photo: torch.Tensor) -> None:
     """Rectangles of noise: those of torchvision, whose noise has another mean and deviation."""
-    kept, colours = photo.clone(), []
+    kept, shares, colours = photo.clone(), [], []
     theirs = RandomErasing(0.25, scale=(0.02, 1 / 3), value="random")
     for n in range(200):
         with seeded(n):
@@ -192,9 +192,11 @@ def test_erasing(photo: torch.Tensor) -> None:
         assert not (changed & ~expected).any()
         assert changed.sum() >= 0.95 * expected.sum()
         if expected.any():
+            shares.append(changed.float().mean().item())
             colours.append(image[:, changed].float().mean(1) / 255)
     assert torch.equal(photo, kept)
-    assert 0.15 < len(colours) / 200 < 0.35
+    assert 0.15 < len(shares) / 200 < 0.35
+    assert min(shares) > 0.015 and max(shares) < 0.35
     assert torch.stack(colours).mean(0).tolist() == pytest.approx(list(MEAN), abs=0.03)
 
 
