@@ -73,6 +73,8 @@ class Column:
     without_large: tuple[str, ...] = ()
     """Names of further rows that cannot at other scales than smoke, where conf's settings are
     others."""
+    scales: tuple[str, ...] = SCALES
+    """The scales at which it can be run."""
     part: str = ""
     """What the columns beside it have in common, as in its name: a task, a number of workers. Every
     part of a recipe is printed as a table of its own, with this in its title."""
@@ -91,7 +93,7 @@ class Column:
     def takes(self, row: Row, scale: str) -> bool:
         """Whether the row can be run with it."""
         large = () if scale == "smoke" else self.without_large
-        return row.name not in (*self.without, *large)
+        return scale in self.scales and row.name not in (*self.without, *large)
 
     def cell(self, recipe: str, row: Row, scale: str, seed: int) -> Cell:
         """The run of this column and a row."""

@@ -66,11 +66,11 @@ def mixed(lines: Iterable[Line]) -> list[Stale]:
     """Which of the lines of one column have to be made again, because their runs trained on or
     with something else than those of others. Empty where none or all have no fingerprint."""
     lines = list(lines)
-    known = [line for line in lines if line["fingerprint"]]
+    known = [line for line in lines if _parts(line)]
     if not known:
         return []
     why = "no fingerprint, and others of the column have one"
-    found = [(line, why) for line in lines if not line["fingerprint"]]
+    found = [(line, why) for line in lines if not _parts(line)]
     for key, alike in (("task", _task), ("method", _method)):
         for group in _groups(known, key, alike):
             newest = max(int(value) for _, value in group)
@@ -98,7 +98,7 @@ def outdated(lines: Iterable[Line], version: int | None = None) -> list[Stale]:
     """
     found: list[tuple[Line, str]] = []
     for line in lines:
-        told = parts(str(line["fingerprint"]))
+        told = _parts(line)
         now = versions(_task(line), _method(line)) if version is None else {"task": version}
         if not told:
             found.append((line, "no fingerprint"))
@@ -137,13 +137,21 @@ def by_row(found: Iterable[tuple[Line, str]]) -> list[Stale]:
     return [Stale(tuple(own), why) for (_, why), own in reversed(rows.items())]
 
 
+def _parts(line: Line) -> dict[str, str]:
+    """A line's fingerprint. Of what a function or the laboratory has measured, such as seconds, the
+    versions count alone; before they were recorded none had been raised."""
+    told = parts(str(line["fingerprint"]))
+    trained = told or "train.py" in str(line["command"])
+    return told if trained else {"task": "1", "method": "1"}
+
+
 def _groups(
     lines: Iterable[Line], key: str, alike: Callable[[Line], object]
 ) -> list[list[tuple[Line, str]]]:
     """What those lines have for a part of the fingerprint that must be equal on them."""
     found: dict[object, list[tuple[Line, str]]] = {}
     for line in lines:
-        value = parts(str(line["fingerprint"])).get(key)
+        value = _parts(line).get(key)
         if value is not None:
             found.setdefault(alike(line), []).append((line, value))
     return list(found.values())

@@ -24,6 +24,7 @@ from co2.train.schedule import learning_rate
 from recipes.recipe import Recipe, Row
 from recipes.runs.cells import APP, composed_config
 from recipes.runs.functions import FunctionCell, FunctionColumn
+from tasks import TASKS
 
 
 @dataclass(frozen=True)
@@ -267,6 +268,7 @@ RECIPE = Recipe(
             digits=3,
             curve=False,
             train=train_all,
+            version=TASKS["vit"].version,
         ),
     ),
     scales=("smoke",),

@@ -17,7 +17,7 @@ from recipes.recipe import Column, Recipe, Rows
 from recipes.runs.cells import SummaryJSON
 from recipes.tables import layout
 from recipes.tables.entries import by_seed
-from recipes.tables.methods import ADAM_ONLY, ALL_ROWS, STEADY_GAP
+from recipes.tables.methods import ALL_ROWS, STEADY_GAP
 
 
 def of_entropy(summary: SummaryJSON) -> float | None:
@@ -29,7 +29,6 @@ def of_entropy(summary: SummaryJSON) -> float | None:
 ENTROPY = "loss, % of unigram entropy"
 Metric = str | Callable[[SummaryJSON], float | None]
 GOALS: dict[str, tuple[str, Metric, float]] = {
-    "ResNet-50, top-1 %": ("resnet50", "final.top1", 90),
     "ViT, top-1 %": ("vit", "final.top1", 90),
     "ADE20K, mIoU %": ("ade20k", "final.miou", 60),
     "ShapeNet, SVM accuracy %": ("shapenet", "final.svm_accuracy", 90),
@@ -48,7 +47,6 @@ def columns() -> Iterator[Column]:
     """
     others = tuple(row.name for row in ALL_ROWS if row.name not in ("AllReduce", STEADY_GAP.name))
     for name, (task, metric, _) in GOALS.items():
-        without = ADAM_ONLY if task == "resnet50" else ()
         yield Column(
             name,
             (f"task={task}",),
@@ -57,7 +55,6 @@ def columns() -> Iterator[Column]:
             lower=metric is of_entropy,
             curve=False,
             part="metric of the task",
-            without=without,
         )
         yield Column(
             f"{name.partition(',')[0]}, waiting for data %",

@@ -41,7 +41,6 @@ DATA = {
     "GPT-2": "GPT-2, source text of sympy",
     "TransNormer-LLM": "TransNormer-LLM, source text of sympy",
     "RoBERTa": "RoBERTa, source text of sympy",
-    "ResNet-50": "ResNet-50, MNIST, 5,000 digits",
     "ViT": "ViT, MNIST, 5,000 digits",
     "ADE20K": "UperNet, generated scenes",
     "ShapeNet": "Point-MAE, generated solids",

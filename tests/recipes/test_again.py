@@ -195,6 +195,22 @@ def test_a_value_to_make_again(place: Path, kind: str, own: dict[str, str], why:
     assert summary([found, found]) == f"2 findings: 2 {kind}"
 
 
+def test_what_is_measured_has_a_version_alone() -> None:
+    """Before versions were recorded all were 1; a training must tell what it trained on."""
+    line = {"fingerprint": "", "row": "co2", "seed": "0"}
+    measured_one = line | {"command": "python -m recipes run table3 --seeds 0  # method=co2"}
+    trained = line | {"command": COMMAND.format("co2", 0)}
+    assert fingerprints.outdated([measured_one]) == []
+    (stale,) = fingerprints.outdated([measured_one], version=2)
+    assert stale.why == "task version 1, today 2"
+    (stale,) = fingerprints.outdated([trained])
+    assert stale.why == "no fingerprint"
+    newer = measured_one | {"fingerprint": "task 2"}
+    (stale,) = fingerprints.mixed([measured_one, newer])
+    assert stale.lines == (measured_one,) and stale.why == "task version 1, others 2"
+    assert fingerprints.mixed([measured_one, newer | {"fingerprint": "task 1"}]) == []
+
+
 AGAIN = ("again", "small", "--out", "out", "--cells")
 SHORT = ("task=toy", "train.steps=4", "train.eval_every=4", "checkpoint.every=0")
 AGAIN_COLUMNS = (

@@ -181,7 +181,7 @@ def _stars(recipe: str, columns: list[str], log: bool = False) -> set[tuple[str,
 
 
 LOSSES = {
-    "table1": ["ResNet-50, loss", "ViT, loss", "ADE20K, loss", "ShapeNet, loss"],
+    "table1": ["ViT, loss", "ADE20K, loss", "ShapeNet, loss"],
     "table2": ["GPT-2, loss", "TransNormer-LLM, loss", "RoBERTa, loss"],
 }
 
@@ -196,7 +196,7 @@ def _above(recipe: str, method: str, column: str) -> str:
 
 
 SCORES = {
-    "table1": ["ResNet-50", "ViT", "ADE20K", "ShapeNet"],
+    "table1": ["ViT", "ADE20K", "ShapeNet"],
     "fashion": ["top-1, %, 2 replicas"],
 }
 
