@@ -31,11 +31,13 @@ REPLICAS = (2, 8)
 RATES = ("0.025", "0.05", "0.1", "0.2")
 OUTER_RATES = ("0.3", "0.5", "0.7", "1")
 """α."""
+DEFAULTS = Row("CO2, kept progress, defaults", ("method=co2_keep",))
+"""In 12 fragments."""
 PLAIN = (
     Row("AllReduce", ("method=allreduce",)),
     Row("Local SGD", ("method=local_sgd",)),
     Row("CO2, kept progress", ("method=co2_keep", *KEPT_WHOLE)),
-    Row("CO2, kept progress, defaults", ("method=co2_keep",)),
+    DEFAULTS,
 )
 OUTER = (
     Row("SlowMo", ("method=slowmo",)),

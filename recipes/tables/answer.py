@@ -108,13 +108,19 @@ def _parts(ours: Rows) -> str:
     """A sentence that says for which tasks the search of kept progress chose fragments."""
     heads = {(recipe, column): head.removesuffix(", loss") for recipe, column, head in LOSSES}
     tasks = {
-        heads[line["recipe"], line["column"]]: found[1]
+        heads[line["recipe"], line["column"]]: number
         for line in _lines(ours, LOSSES)
-        if (found := re.search(r"co2_keep\.fragments=(\d+)", line["command"])) and found[1] != "1"
+        if (number := fragments_of(line["command"])) not in (None, "1")
     }
     told = {number: [t for t, own in tasks.items() if own == number] for number in tasks.values()}
     parts = [f"in {number} fragments on {listed(names)}" for number, names in sorted(told.items())]
     return f" Kept progress is sent {', '.join(parts)}, elsewhere whole." if parts else ""
+
+
+def fragments_of(command: str) -> str | None:
+    """In how many fragments a run's command sends kept progress; None where it does not say."""
+    found = re.search(r"co2_keep\.fragments=(\d+)", command)
+    return found[1] if found else None
 
 
 def losses(ours: Rows, tuning: Rows, scale: str) -> Table:

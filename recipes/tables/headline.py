@@ -18,8 +18,9 @@ from co2.record.table import NOT_RUN, NOTHING, Table
 from recipes.recipe import Rows
 from recipes.registry import RECIPES
 from recipes.studies import fragments, rounds
+from recipes.studies.fashion import DEFAULTS
 from recipes.tables import figures, shares
-from recipes.tables.answer import DATA
+from recipes.tables.answer import DATA, fragments_of
 from recipes.tables.entries import Entry, entries
 from recipes.tables.equal_steps import Ratio
 from recipes.tables.log_mean import LogMean
@@ -161,9 +162,7 @@ def table(ours: Rows, scale: str) -> Table:
     waits = _entries(ours, "fragments", scale)
     race = _entries(ours, "time_to_loss", scale)
     settings = {line["row"]: line["command"] for line in _of(ours, "time_to_loss")}
-    scores = {
-        head: (_entries(ours, recipe, scale), name) for head, (recipe, name) in POINTS.items()
-    }
+    scores = [_scores(ours, *place, scale) for place in POINTS.values()]
     lines = []
     for row in rows:
         first = row.name == ALLREDUCE
@@ -177,7 +176,7 @@ def table(ours: Rows, scale: str) -> Table:
             dot = found.get((row.name, link))
             line.append(dot.net_time.text(".2f") if dot else NOT_RUN)
         line.append(_interval(race.get((row.name, RACE_COLUMN))))
-        line += [_points(of.get((row.name, name)), first) for of, name in scores.values()]
+        line += [_points(of.get(row.name), first) for of in scores]
         lines.append(line)
     if not any(cell not in (NOT_RUN, NOTHING) for line in lines for cell in line[1:]):
         lines = []
@@ -201,8 +200,8 @@ def table(ours: Rows, scale: str) -> Table:
         "unlimited links, where it waits as well (time_to_loss). Points: AllReduce's score in "
         "percent, and what others have more; a star as in table1. What is sent in fragments has "
         "an outer momentum, which AllReduce, Local SGD and whole kept progress lack; 12 "
-        "fragments are three steps late. Brackets: 95 % intervals. Without a star a method is "
-        "not shown to differ, nor shown to be equal."
+        "fragments are three steps late, of scores one. Brackets: 95 % intervals. Without a star "
+        "a method is not shown to differ, nor shown to be equal."
     )
     return Table(heads, lines, title="Cost and benefit", text=text)
 
@@ -231,6 +230,19 @@ def _entries(ours: Rows, recipe: str, scale: str) -> Mapping[tuple[str, str], En
         return {}
     own = entries(RECIPES[recipe], _of(ours, recipe), scale)
     return {(entry.row.name, entry.column.name): entry for entry in own if entry.values}
+
+
+def _scores(ours: Rows, recipe: str, column: str, scale: str) -> dict[str, Entry]:
+    """The entries of a column of scores, by row. Where kept progress is sent in 12 fragments, by
+    default or because its search chose so, they are the row of these."""
+    chosen = {
+        line["row"]
+        for line in _of(ours, recipe)
+        if line["column"] == column and fragments_of(line["command"]) == "12"
+    }
+    names = dict.fromkeys(chosen & {rounds.CO2_KEEP.name} | {DEFAULTS.name}, rounds.TWELVE.name)
+    places = _entries(ours, recipe, scale).items()
+    return {names.get(row, row): entry for (row, name), entry in places if name == column}
 
 
 def _mean(entry: Entry | None) -> str:
