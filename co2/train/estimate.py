@@ -39,8 +39,8 @@ from co2.train.moving_average import MovingAverage
 from co2.train.within_replica import CUT, blocks, checkpoint_activations, gathered_as
 
 _STEPS = 3
-"""After which a method and its inner optimizer hold all that they ever hold. ACCO is the last: its
-third inner step is the first that keeps its state."""
+"""After which a method and its inner optimizer hold all that they ever hold between exchanges. ACCO
+is the last: its third inner step is the first that keeps its state."""
 
 
 class Unknown(ConfigError):
@@ -59,7 +59,7 @@ class Holdings:
     gathered_bytes: int
     """Weights that are whole within a step only (zero2, zero3)."""
     saved_bytes: int
-    """Of a checkpoint, of all workers together."""
+    """Of a checkpoint, of all workers together, with as much in flight as there ever is."""
     round_steps: int
     """τ."""
 
@@ -99,10 +99,13 @@ def holdings(task: Task, config: Config, workers: int) -> Holdings:
         placed = Mesh(0, 1, mesh.device) if method.averages_gradients else mesh
         lr, steps = config.optim.lr, config.train.steps
         method.prepare(module, optimizer, placed, lambda step: lr, fresh=False, total_steps=steps)
-        for _ in range(_STEPS):
+        in_flight = 0
+        for _ in range(max(_STEPS, method.round_steps)):
             for param in module.parameters():
                 param.grad = torch.empty_like(param) if param.requires_grad else None
             method.step()
+            sent = (mean.buffer.nbytes for mean in method.means if mean.in_flight)
+            in_flight = max(in_flight, sum(sent))
         memory = ledger(module, optimizer, method)
         equal = method.replicated_tensors()
         saved = {name: one.nbytes for name, one in method.saved_tensors().items()}
@@ -136,7 +139,7 @@ def holdings(task: Task, config: Config, workers: int) -> Holdings:
     inner_state = memory.inner_state_bytes * whole / memory.parameter_bytes
     inner_state *= 1 if method.averages_gradients else replicas
     averages = average * (size if method.equal_weights else workers)
-    own = (sum(saved.values()) - once) * workers + once * size + averages
+    own = (sum(saved.values()) - once) * workers + (once + in_flight) * size + averages
     return Holdings(
         num_parameters=numel,
         local_bytes=round(method.copy_bytes * share),

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+import train
 from co2.comm.background_mean import Arriving, BackgroundMean
 from co2.comm.collectives import gathered, local
 from co2.comm.mesh import Mesh
@@ -32,10 +33,19 @@ from co2.errors import ConfigError
 from co2.methods import METHODS
 from co2.train import checkpoint, state_file
 from co2.train.checkpoint import MANIFEST, Checkpoints, Written
+from co2.train.estimate import holdings
 from co2.train.session import Session
 from co2.train.state_file import ELSEWHERE, REPLICA, Equal, HostCopy, Split, split
 from tasks.toy import CLASSES
-from tests.cli.harness import metrics, pooled, saved_steps, summary, weights, with_losses
+from tests.cli.harness import (
+    configured,
+    metrics,
+    pooled,
+    saved_steps,
+    summary,
+    weights,
+    with_losses,
+)
 from tests.grids import OF_A_KIND, grid, nonempty
 from tests.methods.driver import overrides
 from tests.workers import Pool, replicas
@@ -785,3 +795,7 @@ def test_how_large_one_is(
     assert once == pytest.approx(equal * copy, abs=1000)
     for replica in range(4):
         assert tensor_bytes(folder / f"replica_{replica}") == pytest.approx(own * copy, abs=rest)
+    config = configured(*words, runs=tmp_path)
+    planned = holdings(train.APP.make_task(config), config, 4)
+    tensors = planned.saved_bytes - 4 * planned.memory.buffer_bytes
+    assert tensors == pytest.approx((4 * own + equal) * copy, rel=0.001)

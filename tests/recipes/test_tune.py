@@ -19,6 +19,7 @@ from recipes.__main__ import main
 from recipes.recipe import Column, Recipe, Row
 from recipes.runs import cells
 from recipes.runs.cells import TrainCell, composed_config
+from recipes.studies import kept_progress
 from recipes.tuning import tune
 from recipes.tuning.proposals import AT_ONCE, Proposals
 from recipes.tuning.spaces import HELD, KNOBS, RATE, Knob, Places, Space
@@ -252,6 +253,14 @@ def test_no_winner_is_written_by_hand() -> None:
     other = {str(path) for path in made.keys() | found.keys() if made.get(path) != found.get(path)}
     assert other == set(), "tune these again, or write what won"
     assert {len(tune.rungs(own)[0]) for own in searches.values()} == {12}
+
+
+@pytest.mark.parametrize("method", ["allreduce", "local_sgd"])
+@pytest.mark.parametrize("task", kept_progress.RATE)
+def test_the_rate_of_methods_without_momentum(task: str, method: str) -> None:
+    """That `kept_progress` gives `co2_keep` without momentum is what won for these."""
+    won = yaml.safe_load(Path(f"conf/tuned/{task}/{method}.yaml").read_text())["optim"]["lr"]
+    assert won == float(kept_progress.RATE[task])
 
 
 def test_short_trials_have_the_whole_schedule() -> None:
