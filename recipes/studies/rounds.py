@@ -99,19 +99,20 @@ RIVALS = {
 }
 """Trained for 100 rounds alone, each at the best of three rates."""
 LIGHT = "co2_keep.momentum_weight=0.2"
+STREAMING = Row(
+    "Streaming DiLoCo, 4 fragments",
+    (
+        "method=streaming_diloco",
+        "streaming_diloco.fragments=4",
+        "streaming_diloco.delay=null",
+    ),
+)
 FRAGMENTS = {
     Row(f"{CO2_KEEP.name}, 4 fragments", (*CO2_KEEP.overrides, "co2_keep.fragments=4")): (
         ("co2_keep.keep_local=0.5", LIGHT),
     ),
     TWELVE: (("co2_keep.keep_local=1", LIGHT),),
-    Row(
-        "Streaming DiLoCo, 4 fragments",
-        (
-            "method=streaming_diloco",
-            "streaming_diloco.fragments=4",
-            "streaming_diloco.delay=null",
-        ),
-    ): (
+    STREAMING: (
         ("streaming_diloco.outer_lr=0.7", "streaming_diloco.outer_momentum=0.9"),
         ("streaming_diloco.outer_lr=1", "streaming_diloco.outer_momentum=0"),
     ),

@@ -96,7 +96,7 @@ class Facts:
         low, *_, high = sorted(found, key=lambda head: found[head].mean) * 2
         stars = sum(difference.significant for difference in found.values())
         ends = " to ".join(
-            f"{found[head].mean:+.1f} % ({head})" for head in dict.fromkeys((low, high))
+            f"{found[head].mean:+z.1f} % ({head})" for head in dict.fromkeys((low, high))
         )
         return f"{ends}, with a star on {stars} of {len(found)} tasks"
 
