@@ -200,6 +200,14 @@ class Space:
         return found
 
 
+def is_beyond(config: Config, name: str, value: Value) -> bool:
+    """Whether a setting, by its full name, lies beyond what is tried at first."""
+    knob = Space.of(config).knobs[name]
+    if knob.unit is not Unit.plain or not isinstance(value, int | float):
+        return False
+    return not knob.values[0] <= value <= knob.values[-1]
+
+
 def at_legal_end(method: str, name: str, value: Value, tau: object) -> bool:
     """Whether a setting, by its full name, can go no further."""
     for knob in KNOBS.get(method, ()):

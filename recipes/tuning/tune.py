@@ -39,14 +39,15 @@ from recipes.runs import cells, fingerprints
 from recipes.runs.cells import TrainCell, own_words
 from recipes.runs.measured import NEWER, in_order
 from recipes.tuning.proposals import AT_ONCE, Proposals
-from recipes.tuning.spaces import Places, Space, Value, at_legal_end
+from recipes.tuning.spaces import Places, Space, Value, at_legal_end, is_beyond
 from recipes.tuning.tuning import TUNING, TUNING_SEED
 
 SHARE = Fraction(2, 5)
 """Of the steps, in a short trial: at smoke scale whole rounds for τ of 12 and 48."""
 FINALISTS = 3
-UNTRIED = "Nothing was tried beyond the winner's "
-"""What begins the line of a tuned file that names settings at the border of what was tried."""
+UNTRIED, WIDENED = "Nothing was tried beyond the winner's ", "The grid was widened to the winner's "
+"""What begins the lines of a tuned file that name settings at the border of what was tried: of the
+first grid, or of a wider one."""
 RUNS = "results/runs/tuning"
 KEY = ("task", "method", "tau", "average_moments", "gap_penalty", "scale")
 """Columns of results/tuning.csv that tell one search from another."""
@@ -383,8 +384,8 @@ def tuned_text(search: Sequence[Line]) -> tuple[Path, str]:
     The one place that says what a tuned file holds."""
     best = winner(search)
     assert best is not None
-    own = {key: best[key] for key in ("tau", MOMENTS, GAP) if best.get(key)}
-    place = cells.tuned(best["task"], best["method"], best["scale"], own)
+    node = {key: best[key] for key in ("tau", MOMENTS, GAP) if best.get(key)}
+    place = cells.tuned(best["task"], best["method"], best["scale"], node)
     border, trials = at_border(search, best), len(rungs(search)[0])
     head = [
         f"Written by: python {place.command(trials)}",
@@ -392,12 +393,16 @@ def tuned_text(search: Sequence[Line]) -> tuple[Path, str]:
         f"{float(best['loss']):.4f} on the tuning part of the data",
         f"with seed {best['seed']}. Commit {best['commit']}.",
         *([fingerprints.tuned_line(best["fingerprint"])] if best.get("fingerprint") else []),
-        *([f"{UNTRIED}{', '.join(border)}."] if border else []),
     ]
+    words = (f"{key}={best[key]}" for key in ("task", "method", "scale"))
+    config = cells.composed_config(tuple(words))
+    for told, wide in ((UNTRIED, False), (WIDENED, True)):
+        own = [name for name in border if is_beyond(config, name, settings(best)[name]) is wide]
+        head += [f"{told}{', '.join(own)}."] if own else []
     nodes: dict[str, dict[str, Value]] = {}
     for name, value in settings(best).items():
-        node, _, key = name.partition(".")
-        nodes.setdefault(node, {})[key] = value
+        top, _, key = name.partition(".")
+        nodes.setdefault(top, {})[key] = value
     comments = "".join(f"# {line}\n" for line in head)
     text = yaml.safe_dump(nodes, sort_keys=False)
     return place.file, f"# @package _global_\n{comments}{text}"

@@ -141,6 +141,13 @@ def test_the_grid_widens_while_the_best_sits_on_its_border(
     assert head[1] == "# Written by: python -m recipes tune toy allreduce --trials 4"
 
 
+def test_a_winner_at_the_border_of_a_wider_grid(conf: Path, search: Search) -> None:
+    search(far_from(100), ["allreduce"], 12)
+    text = (conf / "tuned" / "toy" / "allreduce.yaml").read_text()
+    assert "# The grid was widened to the winner's optim.lr.\n" in text and "beyond" not in text
+    assert yaml.safe_load(text)["optim"]["lr"] > 0.4
+
+
 def told(proposals: Proposals, count: int, loss: Callable[[Places], float]) -> list[Places]:
     """The next proposals, whose losses are then known."""
     made = proposals.ask(count)
