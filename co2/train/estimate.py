@@ -100,9 +100,10 @@ def holdings(task: Task, config: Config, workers: int) -> Holdings:
         lr, steps = config.optim.lr, config.train.steps
         method.prepare(module, optimizer, placed, lambda step: lr, fresh=False, total_steps=steps)
         in_flight = 0
-        for _ in range(max(_STEPS, method.round_steps)):
-            for param in module.parameters():
-                param.grad = torch.empty_like(param) if param.requires_grad else None
+        for step in range(max(_STEPS, method.round_steps)):
+            for param in module.parameters():  # later steps are quick without gradients
+                trains = param.requires_grad and step < _STEPS
+                param.grad = torch.empty_like(param) if trains else None
             method.step()
             sent = (mean.buffer.nbytes for mean in method.means if mean.in_flight)
             in_flight = max(in_flight, sum(sent))
