@@ -141,8 +141,11 @@ def _parts(line: Line) -> dict[str, str]:
     """A line's fingerprint. Of what a function or the laboratory has measured, such as seconds, the
     versions count alone; before they were recorded none had been raised."""
     told = parts(str(line["fingerprint"]))
-    trained = told or "train.py" in str(line["command"])
-    return told if trained else {"task": "1", "method": "1"}
+    return told if told or _is_training(line) else {"task": "1", "method": "1"}
+
+
+def _is_training(line: Line) -> bool:
+    return "train.py" in str(line["command"])
 
 
 def _groups(
@@ -173,7 +176,7 @@ def _words(line: Line) -> dict[str, str]:
     """The words of a command by their keys, without what `tuned=true` stands for. What a function
     of a recipe is told follows as a comment, too, and counts."""
     command = str(line["command"])
-    if "train.py" in command:
+    if _is_training(line):
         command = command.partition("  # ")[0]
     pairs = (word.partition("=") for word in command.split())
     return {key: value for key, _, value in pairs}

@@ -99,8 +99,7 @@ def tables(ours: Rows, _: Rows) -> Iterator[Table]:
             name="quality_waiting",
             title="Waiting for data, % of training",
             text="Batches are made alike under all methods; under CO2 a worker waits for nothing "
-            "else. Means over the seeds. The pictures' are of batches that were made otherwise "
-            "than today's, which take longer.",
+            "else. Means over the seeds.",
         )
 
 

@@ -112,7 +112,8 @@ def _parts(ours: Rows) -> str:
         for line in _lines(ours, LOSSES)
         if (number := fragments_of(line["command"])) not in (None, "1")
     }
-    told = {number: [t for t, own in tasks.items() if own == number] for number in tasks.values()}
+    models = {task: DATA.get(task, task).partition(", ")[0] for task in tasks}
+    told = {n: [models[t] for t, own in tasks.items() if own == n] for n in tasks.values()}
     parts = [f"in {number} fragments on {listed(names)}" for number, names in sorted(told.items())]
     return f" Kept progress is sent {', '.join(parts)}, elsewhere whole." if parts else ""
 

@@ -199,12 +199,12 @@ def table(ours: Rows, scale: str) -> Table:
         "speeds are of one processor (fragments). Time to the loss: measured, with the type on "
         "the wire, τ and schedule that are best for each method, in units of AllReduce's on "
         "unlimited links, where it waits as well (time_to_loss). Points: AllReduce's score in "
-        "percent, and what others have more; a star as in table1. AllReduce, Local "
-        "SGD and, but for the time to the loss, whole kept progress have no outer momentum, the "
-        "others have one. Steps and times of kept progress in fragments have the κ and w of a "
-        "simulation, and 12 are three steps late; scores have what won or is the default, one "
-        "step late. Brackets: 95 % intervals. Without a star "
-        "a method is not shown to differ, nor shown to be equal."
+        "percent, and what others have more; a star as in table1. In steps and "
+        "times AllReduce, Local SGD, CoCoD-SGD and, but for the time to the loss, whole kept "
+        "progress have no outer momentum, the others have one; kept progress in fragments has the "
+        "κ and w of a simulation, and 12 are three steps late. Scores have what won or is the "
+        "default, one step late. Brackets: 95 % intervals. Without a star a method is not shown to "
+        "differ, nor shown to be equal."
     )
     return Table(heads, lines, title="Cost and benefit", text=text)
 
@@ -218,11 +218,11 @@ def at_first(ours: Rows, scale: str) -> Table:
         "GPT-2, two workers: 0.19 M parameters for steps to AllReduce's loss, 1.3 M for waits "
         f"and speed. Net time combines both: steps at {BUDGET} rounds, divided by the kept speed. "
         "1 is, of steps, AllReduce's; of net time, AllReduce's if nothing were sent; of time to "
-        "the loss, AllReduce's on unlimited links. AllReduce, Local SGD and, but for "
-        "time to the loss, whole kept progress have no outer momentum, the others have one. Of 12 "
-        "fragments steps and times have settings of a simulation, scores the tuned ones. ViT on "
-        f"{DATA['ViT'].partition(', ')[2]}: AllReduce's accuracy in percent, and points above it. "
-        "[Brackets, stars](docs/results.md#cost-and-benefit)."
+        "the loss, AllReduce's on unlimited links. In steps and times AllReduce, "
+        "Local SGD and, but for time to the loss, whole kept progress have no outer momentum, the "
+        "others have one; 12 fragments have settings of a simulation there, in scores what won. "
+        f"ViT on {DATA['ViT'].partition(', ')[2]}: AllReduce's accuracy in percent, and points "
+        "above it. [Brackets, stars](docs/results.md#cost-and-benefit)."
     )
     lines = [rows[name] for name in FIRST_ROWS if name in rows]
     return Table(FIRST_COLUMNS, lines, title="Cost and benefit", text=text)
@@ -237,14 +237,13 @@ def _entries(ours: Rows, recipe: str, scale: str) -> Mapping[tuple[str, str], En
 
 
 def _scores(ours: Rows, recipe: str, column: str, scale: str) -> dict[str, Entry]:
-    """The entries of a column of scores, by row. Where kept progress is sent in 12 fragments, by
+    """The entries of a column of scores, by row. Where kept progress is sent in fragments, by
     default or because its search chose so, they are the row of these."""
-    chosen = {
-        line["row"]
+    names = {DEFAULTS.name: rounds.TWELVE.name} | {
+        line["row"]: f"{line['row']}, {number} fragments"
         for line in _of(ours, recipe)
-        if line["column"] == column and fragments_of(line["command"]) == "12"
+        if line["column"] == column and (number := fragments_of(line["command"])) not in (None, "1")
     }
-    names = dict.fromkeys(chosen & {rounds.CO2_KEEP.name} | {DEFAULTS.name}, rounds.TWELVE.name)
     places = _entries(ours, recipe, scale).items()
     return {names.get(row, row): entry for (row, name), entry in places if name == column}
 
