@@ -371,6 +371,8 @@ def judge(mutant: Mutant, tests: list[str], tree: Path) -> tuple[str, str]:
         path.write_bytes(sound)
     if status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return "survives", ""
+    gone = re.search(r"^ERROR: .*not found: ", out, re.MULTILINE)
+    assert gone is None, "a test is gone since .mutants/*.log was written: delete those"
     first = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", out, re.MULTILINE)
     return "hangs" if "Timeout" in out else "killed", first[1] if first else "every test"
 

@@ -1,6 +1,7 @@
 """Blocking collectives that every method uses: equal starting weights, and the consensus."""
 
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -68,7 +69,11 @@ def replicate(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     that is replica 0. Collective. None: there is only one, and nothing happens."""
     if group is not None:
         held = [local(t.detach()) for t in (*model.parameters(), *model.buffers())]
-        _together(held, group, lambda flat: dist.broadcast(flat, group_src=0, group=group))
+
+        def broadcast(flat: Tensor) -> None:  # in bytes, for backends do not know every type
+            dist.broadcast(flat.view(torch.uint8), group_src=0, group=group)
+
+        _together(held, group, broadcast)
 
 
 def check_plain(model: nn.Module) -> None:
@@ -128,7 +133,8 @@ def consensus(
     show_trained: Callable[[], None],
 ) -> Iterator[None]:
     """Inside, trainable parameters hold the mean over the replicas of what `show_trained` makes of
-    them, and floating-point buffers their mean. Afterwards both are restored bit for bit.
+    them; floating-point buffers and frozen parameters hold theirs where replicas differ, and stay
+    as they are where not. Afterwards all are restored bit for bit.
 
     Args:
         model: the module that was given to `prepare`, not a wrapper around it.
@@ -137,13 +143,28 @@ def consensus(
         show_trained: see `Method`.
     """
     weights = [local(p.detach()) for p in model.parameters() if p.requires_grad]
+    frozen = [local(p.detach()) for p in model.parameters() if not p.requires_grad]
     buffers = [b.detach() for b in model.buffers() if b.is_floating_point()]
+    others = _differing([*(one for one in frozen if one.is_floating_point()), *buffers], group)
     try:
-        with averaged([*weights, *buffers], group, show_trained), averaged(buffers, replica_group):
+        with (
+            averaged(buffers, None),  # which restores them all: an evaluation may write them
+            averaged([*weights, *others], group, show_trained),
+            averaged(_differing(buffers, replica_group), replica_group),
+        ):
             _forget_gathered(model)
             yield
     finally:
         _forget_gathered(model)
+
+
+def _differing(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Those that are not equal on all workers of a group, bit for bit. Blocking."""
+    if group is None or not tensors:
+        return []
+    own = torch.stack([checksum(one).to(tensors[0].device) for one in tensors])
+    sums = _gathered(own, group)
+    return [one for one, found in zip(tensors, sums, strict=True) if len(set(found)) > 1]
 
 
 @contextmanager
@@ -181,25 +202,34 @@ CALLS = ("consensus", "save", "resume")
 
 
 def meet(
-    watch: DeadlockWatch, call: str, group: dist.ProcessGroup | None, device: torch.device
+    watch: DeadlockWatch,
+    call: str,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    layout: Mapping[str, str],
 ) -> None:
-    """Wait until all replicas are at a call, and compare the numbers of their steps. Blocking.
+    """Wait until all replicas are at a call, and compare the numbers of their steps and the layouts
+    of their models. Blocking.
 
     Args:
         watch: has the number of this replica's steps.
         call: one of `CALLS`.
         group: this worker and its counterparts in the other replicas.
         device: of the workers.
+        layout: shape and type of each parameter and buffer, by name.
     Raises:
-        ReplicasDiffer: on all workers: they are at other calls, or have made other steps.
+        ReplicasDiffer: on all workers: they are at other calls, or have made other steps, or what
+            would be averaged is of other shapes.
         WrongCall: another replica waits elsewhere (`DeadlockWatch`).
     """
     if group is None:
         return
-    own = torch.tensor([CALLS.index(call), watch.steps], device=device)
-    calls, steps = _gathered(own, group, watch)
+    own = [CALLS.index(call), watch.steps, zlib.crc32(repr(layout).encode())]
+    calls, steps, layouts = _gathered(torch.tensor(own, device=device), group, watch)
     compare("the call", [CALLS[index] for index in calls], _OTHER_CALLS)
     compare("steps", steps, _OTHER_STEPS)
+    if len(set(layouts)) > 1:
+        check_alike(layout, group, _OTHER_SHAPES)
 
 
 def check_equal(
@@ -246,6 +276,8 @@ def _gathered(
 
 _OTHER_CALLS = "every replica must make the same calls in the same order"
 _OTHER_STEPS = "give every replica as many batches and steps as the others"
+_OTHER_CODE = "start all with the same code and settings"
+_OTHER_SHAPES = "what the model holds must have the same shape on all, for it is averaged"
 _OTHER_BITS = (
     "give all the same learning rates, and train the module that prepare returned; else go on from "
     "an earlier checkpoint, and if it comes back, suspect the machine"
@@ -270,9 +302,13 @@ def gathered(own: T, group: dist.ProcessGroup | None) -> list[T]:
     return found
 
 
-def check_alike(own: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
+def check_alike(
+    own: Mapping[str, str], group: dist.ProcessGroup | None, why: str = _OTHER_CODE
+) -> None:
     """Compare the replicas' descriptions of themselves, by name. Blocking.
 
+    Args:
+        why: they must be equal, or what to do.
     Raises:
         ReplicasDiffer: on all workers, with what differs.
     """
@@ -280,7 +316,7 @@ def check_alike(own: Mapping[str, str], group: dist.ProcessGroup | None) -> None
     for name in dict.fromkeys(name for one in found for name in one):
         values = [one.get(name, "nothing") for one in found]
         told = ", ".join(f"{values.index(value)} has {value}" for value in dict.fromkeys(values))
-        compare(name, values, f"{told}; start all with the same code and settings")
+        compare(name, values, f"{told}; {why}")
 
 
 def _together(

@@ -35,9 +35,10 @@ def checksum(x: Tensor) -> Tensor:
     order.
 
     Args:
-        x: of any shape, and of a type with 32 or 64 bits.
+        x: of any shape and type.
     """
-    words = x.detach().reshape(-1).view(torch.int32)
+    x = x.detach() if x.element_size() >= 4 else x.detach().float()  # with the same values
+    words = x.reshape(-1).view(torch.int32)
     # With odd and unequal weights the change of every bit changes the sum by a number of its own,
     # and changes of several words, as rounding makes them, do not cancel.
     weights = torch.arange(1, 2 * min(len(words), _PIECE) + 1, 2, device=x.device)

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -86,7 +87,7 @@ class AllReduce(Method):
         self.inner_step()
 
     def _goes_forward(self, *_: object) -> None:
-        self._went_forward = True
+        self._went_forward |= torch.is_grad_enabled()  # an evaluation has no gradients to average
 
     @property
     def clocks(self) -> dict[str, float]:

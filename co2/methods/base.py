@@ -3,10 +3,9 @@
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,7 +36,7 @@ from co2.comm.phases import OUTER_STEP
 from co2.config import Blocking, CommConfig
 from co2.errors import ConfigError, WrongCall, nearest, require
 from co2.methods.shared import worker_files
-from co2.methods.shared.guard import Guard, check_optimizer, trained, wide
+from co2.methods.shared.guard import Guard, check_optimizer, trained, trained_names
 from co2.methods.shared.state import Stateful
 
 Schedule = Callable[[int], float]
@@ -189,6 +188,7 @@ class Method(Stateful):
         hint = "its step needs a closure, which a method does not have; use another, such as AdamW"
         require(not needed, "optimizer", kind, hint)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
+        self._settled = replace(self.config)  # which checks it once more: somebody may have set it
         check_optimizer(model, optimizer)
         self.total_steps = total_steps
         self._regroup(mesh)
@@ -211,16 +211,18 @@ class Method(Stateful):
         for node, config in ((found["method"], self.config), ("comm", self.comm)):
             found |= {f"{node}.{key}": str(value) for key, value in asdict(config).items()}
         found["optimizer"] = type(self.optimizer).__name__
-        names = {id(param): name for name, param in self.model.named_parameters()}
-        for index, group in enumerate(self.optimizer.param_groups):
+        groups = self.optimizer.param_groups
+        names = trained_names(self.model, self.optimizer)
+        for index, (group, trains) in enumerate(zip(groups, names, strict=True)):
             plain = {key: value for key, value in group.items() if isinstance(value, _PLAIN)}
             found[f"optimizer.param_groups[{index}]"] = str(plain)
-            trained = (names[id(one)] for one in group["params"] if one.requires_grad)
-            found[f"trained parameters of group {index}"] = ", ".join(trained)
-        for name, tensor in chain(self.model.named_parameters(), self.model.named_buffers()):
-            found[name] = f"{tuple(tensor.shape)} of {tensor.dtype}".replace("torch.", "")
-        found["order of parameters"] = ", ".join(names.values())
-        return found
+            found[f"trained parameters of group {index}"] = ", ".join(trains)
+            state = self.optimizer.state
+            steps = [float(state[one].get("step", 0)) for one in group["params"] if one in state]
+            kept = f"state of {len(steps)} parameters, step {max(steps, default=0):g}"
+            found[f"optimizer.state of group {index}"] = kept
+        found["order of parameters"] = ", ".join(name for name, _ in self.model.named_parameters())
+        return found | self.layout()
 
     def _regroup(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -262,12 +264,16 @@ class Method(Stateful):
                 length on all, and to agree on a skip all would have to wait for each other at every
                 step. Under `allreduce` gradients are the same, so all skip it.
         Raises:
-            WrongCall: before `prepare`, after the end, inside `consensus`; or the loop has written,
-                moved or converted weights. In a mean: another replica waits in a consensus.
-            ConfigError: other parameters are trained than when `prepare` was called. Or this method
-                works with gradients, which are scaled or sparse.
+            WrongCall: before `prepare`, after the end, inside `consensus`; or the loop has moved,
+                converted or loaded weights, or written them before the first step. In a mean:
+                another replica waits in a consensus.
+            ConfigError: other parameters are trained than when `prepare` was called, or `config` is
+                another. Or this method works with gradients, which are scaled or sparse.
         """
-        with self._prepared("sync.step()").stepping():
+        guard = self._prepared("sync.step()")
+        if self.config != self._settled:
+            self._refuse_changes()
+        with guard.stepping(), _exact(self.mesh.device.type):
             if scaler is not None:
                 self._check_scaler(scaler)
             if self.reads_gradients:
@@ -281,6 +287,12 @@ class Method(Stateful):
                 self.steps -= 1
                 self.watch.steps = self.steps
                 raise
+
+    def _refuse_changes(self) -> None:
+        for key, then in asdict(self._settled).items():
+            now = getattr(self.config, key)
+            hint = f"was {then} when prepare was called; make a method with it, and prepare that"
+            require(now == then, f"config.{key}", now, hint)
 
     def _check_scaler(self, scaler: GradScaler) -> None:
         good, hint = isinstance(scaler, GradScaler), "must be a torch.amp.GradScaler, or left out"
@@ -327,9 +339,11 @@ class Method(Stateful):
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Inside, the model holds the mean over the replicas of the weights as training left them,
-        and that of the float buffers. Both are restored bit for bit afterwards. Collective: every
-        replica enters it, after the same number of steps. Tensors of a state dict taken inside are
-        the model's own, so they change as it is left; `consensus_state_dict` copies them.
+        and that of the float buffers and frozen parameters that differ between replicas. All are
+        restored bit for bit afterwards. Collective: every replica enters it, after the same number
+        of steps. Tensors of a state dict taken inside are the model's own, so they change as it is
+        left; `consensus_state_dict` copies them. Inside another consensus and after `finish` the
+        model holds it already, and nothing happens.
 
         A collective in flight may be waited for, where it carries what was trained last, but it
         stays in flight, so evaluating more often does not change training.
@@ -337,17 +351,22 @@ class Method(Stateful):
         Raises:
             ReplicasDiffer: the numbers of steps, or one of the `replicated_tensors`, are not equal
                 on all replicas.
-            WrongCall: before `prepare`; weights were moved; another replica waits in a mean.
+            WrongCall: before `prepare`; weights were moved, or written by somebody else; another
+                replica waits in a mean.
         """
         guard = self._prepared("sync.consensus()")
+        if guard.shows or guard.finished:
+            yield
+            return
         guard.check_places()
         guard.check_parameters()
-        guard.check_others()
+        guard.check_weights()
+        guard.check_others(by_bits=True)
         guard.check_trained()
-        meet(self.watch, "consensus", self.group, self.mesh.device)
+        meet(self.watch, "consensus", self.group, self.mesh.device, self.layout())
         equal = self.replicated_tensors()
         if self.equal_weights:
-            equal |= {name: wide(local(p.detach())) for name, p in self.model.named_parameters()}
+            equal |= {name: local(p.detach()) for name, p in self.model.named_parameters()}
         check_equal(equal, self.group, self.mesh.device)
         shown = consensus(self.model, self.group, self.replica_group, self.show_trained)
         with guard.showing(), shown:
@@ -367,8 +386,11 @@ class Method(Stateful):
 
     def finish(self) -> None:
         """End the training: leave the consensus in the model, on every replica, and model and
-        optimizer to the loop. Collective. Raises what `consensus` does."""
-        self._as_trained("sync.finish()")
+        optimizer to the loop. Collective; a second time it does nothing. Raises what `consensus`
+        does."""
+        if self._prepared("sync.finish()").finished:
+            return
+        guard = self._as_trained("sync.finish()")
         tensors = [*self.model.parameters(), *self.model.buffers()]
         live = [local(tensor.detach()) for tensor in tensors]
         with self.consensus():
@@ -376,6 +398,7 @@ class Method(Stateful):
         self.flush()
         for tensor, value in zip(live, final, strict=True):
             tensor.copy_(value)
+        guard.finished = True
 
     # Any: what the loop gives.
     def save(self, folder: str | os.PathLike[str], extra: dict[str, Any] | None = None) -> None:
@@ -492,6 +515,12 @@ class Method(Stateful):
         trained = [local(p.detach()) for p in unique.values()]
         width = max((4, *(part.element_size() for part in trained)))
         return width * sum(part.numel() for part in trained)
+
+
+def _exact(device: str) -> AbstractContextManager[None]:
+    """Inside, an autocast that the loop is in rounds nothing."""
+    known = torch.amp.is_autocast_available(device)
+    return torch.autocast(device, enabled=False) if known else nullcontext()
 
 
 @contextmanager

@@ -179,6 +179,7 @@ def test_auto_is_the_method_with_that_tau(rank: int, name: str, own: dict[str, A
     first, second = everybody(lengths)
     assert first == second and lengths[0] == 2 and set(lengths) > {2}
     fixed = Session(rank, name, {**SETTINGS[name], **own})
+    fixed.method._settled = fixed.method.config  # which may change then
     for step, (length, after) in enumerate(zip(lengths, [*lengths[1:], lengths[-1]], strict=True)):
         fixed.method.config.tau = length
         if fixed.method.steps + 1 - fixed.method.round_began == length:

@@ -263,17 +263,19 @@ def test_a_round_has_one_collective(rank: int, name: str) -> None:
 @replicas(2)
 @pytest.mark.parametrize(("name", "vectors"), [("allreduce", 12), ("local_sgd", 1), ("diloco", 2)])
 def test_a_consensus_amid_a_round_is_one_all_reduce(rank: int, name: str, vectors: int) -> None:
-    """Of weights and of buffers. Before it call and number of steps are gathered, and checksums of
-    what must be equal."""
+    """Of weights and of buffers that differ. Before it call, number of steps and layout are
+    gathered, and checksums of what must be equal, and of what may be."""
     session = Session(rank, name, SETTINGS[name]).train(4)
     with Recorder() as recorder:
         session.shown()
     net = session.net
     weights = sum(p.numel() for p in net.parameters() if p.requires_grad)
     buffers = sum(b.numel() for b in net.buffers() if b.is_floating_point())
-    gathered = [("all_gather_into_tensor", 2 * 2, "torch.int64")]
-    if vectors:
-        gathered.append(("all_gather_into_tensor", 2 * vectors, "torch.int64"))
+    frozen, floats = 2, 3
+    gathered = [
+        ("all_gather_into_tensor", 2 * numbers, "torch.int64")
+        for numbers in (3, vectors, frozen + floats)
+    ]
     mean = ("all_reduce", weights + buffers, "torch.float64")
     assert [tuple(call[1:4]) for call in recorder.log] == [*gathered, mean]
 
@@ -324,11 +326,15 @@ def test_all_start_with_the_first_ones_tensors(rank: int) -> None:
         model.register_buffer(f"float{number}", tensor)
     model.register_buffer("count", torch.tensor(10 + rank))
     model.register_buffer("flags", torch.tensor([rank == 0, rank == 1]))
+    model.register_buffer("short", torch.tensor([10 + rank], dtype=torch.int16))
+    model.register_buffer("eighth", torch.tensor([1.0 + rank]).to(torch.float8_e4m3fn))
     model.weight = nn.Parameter(torch.full((3,), float(rank)))
     with Recorder() as recorder:
         collectives.replicate(model, group)
-    assert len(recorder.log) == 5  # one for each type
-    first = [*awkward(0), torch.tensor(10), torch.tensor([True, False]), torch.zeros(3)]
+    assert len(recorder.log) == 7  # one for each type
+    short, eighth = torch.tensor([10], dtype=torch.int16), torch.ones(1).to(torch.float8_e4m3fn)
+    flags = torch.tensor([True, False])
+    first = [*awkward(0), torch.tensor(10), flags, short, eighth, torch.zeros(3)]
     assert_same([tensor.detach() for tensor in (*model.buffers(), *model.parameters())], first)
 
 

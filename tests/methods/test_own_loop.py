@@ -93,6 +93,7 @@ def test_the_next_step_refuses(name: str, act: Act, text: str, kind: type[Except
         (move, "place and convert the model first", WrongCall),
         (lambda one: setattr(one.net, "extra", nn.Linear(2, 2)), "extra.weight was", WrongCall),
         (freeze, "parameter=leave.bias: was trained when prepare was called", ConfigError),
+        (load, "the next mean would undo", WrongCall),
     ],
 )
 def test_a_consensus_does_not_show_it(act: Act, text: str, kind: type[Exception]) -> None:
@@ -112,8 +113,9 @@ def test_weights_written_before_the_first_step(part: str) -> None:
     else:
         with torch.no_grad():
             next(session.net.parameters()).add_(1)
-    with told("" if part == "its tensors" else "load weights first, then call sync.prepare"):
-        session.step()
+    for act in (session.shown, session.step):
+        with told("" if part == "its tensors" else "load weights first, then call sync.prepare"):
+            act()
 
 
 def test_weights_loaded_amid_training() -> None:
@@ -172,9 +174,10 @@ def test_a_method_that_has_gone_leaves_its_optimizer() -> None:
     optimizer.step()
 
 
-def test_parameters_of_a_second_optimizer() -> None:
+@pytest.mark.parametrize("fused", [False, True])  # which writes without being counted
+def test_parameters_of_a_second_optimizer(fused: bool) -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    first, second = (SGD(part.parameters(), lr=0.1) for part in net)
+    first, second = (SGD(part.parameters(), lr=0.1, fused=fused) for part in net)
     with told("optimizer=SGD: trains parameters that the model does not have", ConfigError):
         co2.CO2().prepare(net[0], SGD(net.parameters(), lr=0.1), co2.Mesh.world())
     sync = co2.CO2()
@@ -182,8 +185,9 @@ def test_parameters_of_a_second_optimizer() -> None:
     net(torch.ones(1, 2)).sum().backward()
     sync.step()
     second.step()
-    with told("1.weight was written, and the method's optimizer does not hold it"):
-        sync.step()
+    if not fused:
+        with told("1.weight was written, and the method's optimizer does not hold it"):
+            sync.step()
     with told("with a method of its own"), sync.consensus():
         pytest.fail("nothing may be shown")
 
@@ -273,7 +277,56 @@ def test_a_forward_pass_beside_the_prepared_module(rank: int) -> None:
         session.method.step()
 
 
+@replicas(2)
+def test_an_evaluation_through_the_prepared_module_is_no_forward_pass(rank: int) -> None:
+    session = trained("allreduce", rank)
+    with torch.no_grad():
+        session.model(torch.ones(3, 5, dtype=session.net.scale.dtype))
+    problem.backward(session.net, STEPS, rank)
+    with told("model = sync.prepare"):
+        session.method.step()
+
+
+@pytest.mark.parametrize("name", grid(METHODS, (*OF_A_KIND, "demo").__contains__))
+def test_a_step_inside_autocast(name: str) -> None:
+    """Rounds nothing of the method."""
+    session = trained(name, steps=0)
+    for step in range(STEPS):
+        problem.set_lr(session.optimizer, step)
+        problem.backward(session.model, step, 0)
+        with torch.autocast("cpu", torch.bfloat16):
+            session.method.step()
+        session.optimizer.zero_grad()
+    assert_same(session.snapshot(), trained(name).snapshot())
+
+
 # Wrong calls.
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "value", "text"),
+    [
+        ({}, "clip", 0.5, "config.clip=0.5: was None when prepare was called"),
+        ({"tau": 3}, "tau", 4, "config.tau=4: was 3 when prepare was called"),
+    ],
+)
+def test_settings_that_change_amid_training(
+    settings: dict[str, object], key: str, value: object, text: str
+) -> None:
+    net = nn.Linear(2, 1)
+    sync = co2.CO2(**settings)
+    sync.prepare(net, SGD(net.parameters(), lr=0.1), co2.Mesh.world())
+    sync.step()
+    setattr(sync.config, key, value)
+    with told(text, ConfigError):
+        sync.step()
+
+
+def test_settings_that_are_wrong_by_the_time_of_prepare() -> None:
+    net, sync = nn.Linear(2, 1), co2.CO2()
+    sync.config.tau = 0
+    with told("tau=0: must be", ConfigError):
+        sync.prepare(net, SGD(net.parameters(), lr=0.1), co2.Mesh.world())
 
 
 @pytest.mark.parametrize(
@@ -326,6 +379,46 @@ def test_wrong_arguments(act: Callable[[], Method | None], text: str) -> None:
 
 
 # The end, and going on.
+
+
+@replicas(2)
+@pytest.mark.parametrize("name", METHODS)
+def test_the_consensus_is_shown_once(rank: int, name: str, tmp_path: Path) -> None:
+    """Inside itself and after the end the model holds it already. A round has just ended."""
+    session = trained(name, rank, steps=6)
+    with session.method.consensus():
+        shown = copy.deepcopy(session.net.state_dict())
+        again = session.method.consensus_state_dict()
+    session.method.finish()
+    for found in (again, session.net.state_dict(), session.method.consensus_state_dict()):
+        assert_same(found, shown)
+    session.method.finish()
+    assert_same(session.net.state_dict(), shown)
+    for call in ("save", "state_dict", "resume"):
+        with told(r"came after finish\(\)"):
+            getattr(session.method, call)(*([] if call == "state_dict" else [tmp_path]))
+
+
+@replicas(2)
+@pytest.mark.parametrize(
+    "name",
+    grid([name for name in METHODS if not METHODS[name].equal_weights], OF_A_KIND.__contains__),
+)
+def test_the_consensus_of_what_no_optimizer_trains(rank: int, name: str) -> None:
+    """It averages frozen weights that replicas have written, and leaves alone what is equal: the
+    sum of two masks would be infinite."""
+    session = trained(name, rank, steps=5)
+    mask = torch.full((2, 2), torch.finfo(torch.float32).min).triu(1)
+    session.net.register_buffer("mask", mask.clone())
+    before = session.net.frozen.weight.detach().clone()
+    with torch.no_grad():
+        session.net.frozen.weight += rank
+        session.net.frozen.bias += 1
+    bias = session.net.frozen.bias.clone()
+    session.method.finish()
+    torch.testing.assert_close(session.net.frozen.weight.detach(), before + 0.5)
+    assert torch.equal(session.net.frozen.bias, bias)
+    assert torch.equal(session.net.get_buffer("mask"), mask)
 
 
 @replicas(2)
@@ -420,6 +513,14 @@ def test_files_that_cannot_be_gone_on_from(tmp_path: Path) -> None:
     sync.prepare(net, type(session.optimizer)(groups, lr=0.1), co2.Mesh.world())
     with told("is of another model: 0.bias differs", ConfigError):
         sync.resume(tmp_path)
+    other = trained("co2", steps=0)
+    groups = other.optimizer.param_groups
+    for group in groups:
+        group["params"].reverse()
+    with told(
+        "trained enter.weight where group 0 of this optimizer has scale; freeze", ConfigError
+    ):
+        other.method.resume(tmp_path)
     [file] = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:1000])
     with told("cannot be read", ConfigError):
@@ -470,6 +571,27 @@ def test_they_differ_from_the_start(
     optimizer = SGD(params[::-1] if backward and rank else params, lr=0.1)
     with told_of_others(text):
         co2.LocalSGD(tau=tau if rank else 4).prepare(net, optimizer, co2.Mesh.world())
+
+
+@replicas(2)
+def test_only_one_optimizer_has_a_state(rank: int) -> None:
+    """As when replica 0 alone loads a checkpoint."""
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(net.parameters())
+    if rank == 0:
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    with told_of_others(f"optimizer.state of group 0{ALIKE}state of 2 parameters, step 1, 1 has"):
+        co2.CO2().prepare(net, optimizer, co2.Mesh.world())
+
+
+@replicas(2)
+def test_a_buffer_that_has_grown_on_one(rank: int) -> None:
+    """As one that follows the longest batch."""
+    session = trained("co2", rank)
+    session.net.register_buffer("mask", torch.ones(3 + rank))
+    with told_of_others(f"mask{ALIKE}(3,) of float32, 1 has (4,) of float32; what the model"):
+        session.shown()
 
 
 @replicas()

@@ -31,6 +31,15 @@ def trained(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in groups for param in group["params"] if param.requires_grad]
 
 
+def trained_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Return the names of the parameters that an optimizer trains, by its groups."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    return [
+        [names[id(param)] for param in group["params"] if param.requires_grad]
+        for group in optimizer.param_groups
+    ]
+
+
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """Raise `ConfigError` unless an optimizer trains parameters of the model, no others, and for no
     other method."""
@@ -75,13 +84,15 @@ class Guard:
             (name, one) for name, one in named if one.requires_grad and id(one) not in trains
         ]
         """What another optimizer could train, which nothing would synchronize."""
-        self._versions = self._written()
         self.allows_step = False
         """Whether the method steps now."""
         self.shows = False
         """Whether the model holds the consensus now."""
         self._ended = False
+        self.finished = False
+        """Whether it holds the consensus for good."""
         self.note_places()
+        self._versions, self._sums = self._written(), self._summed()
         self._begins_with = checksums(model) if fresh else None
         """Checksums of the weights that the next step must find; None: it may find any."""
         self._hooks = [_stepped(optimizer).register_step_pre_hook(_BeforeStep(self))]
@@ -99,9 +110,16 @@ class Guard:
         """Take the present places of the parameters for the right ones."""
         self._places = self._where()
 
-    def check_others(self) -> None:
-        """Raise `WrongCall` if a parameter was written that the optimizer does not hold."""
-        for (name, _), was, now in zip(self._others, self._versions, self._written(), strict=True):
+    def check_others(self, by_bits: bool = False) -> None:
+        """Raise `WrongCall` if a parameter was written that the optimizer does not hold.
+
+        Args:
+            by_bits: read them all. Fused optimizers and `.data` write without being counted.
+        """
+        then, found = self._versions, self._written()
+        if by_bits:
+            then, found = self._sums, self._summed()
+        for (name, _), was, now in zip(self._others, then, found, strict=True):
             if was != now:
                 raise WrongCall(
                     f"{name} was written, and the method's optimizer does not hold it, so nothing "
@@ -133,6 +151,16 @@ class Guard:
                 if id(param) not in self._parameters:
                     self._replaced(param)
 
+    def check_weights(self) -> None:
+        """Raise `WrongCall` if the weights are not those that the next step must find."""
+        if self._begins_with not in (None, checksums(self._model)):
+            raise WrongCall(
+                "the model's weights were written after prepare, and the next mean would undo "
+                "that: load weights first, then call sync.prepare; to go on from a checkpoint of "
+                "sync.save, call sync.resume after prepare; to train, call sync.step() in place of "
+                "optimizer.step()"
+            )
+
     def _replaced(self, param: Tensor) -> NoReturn:
         names = (name for name, one in self._model.named_parameters() if one is param)
         raise WrongCall(
@@ -157,12 +185,7 @@ class Guard:
             raise WrongCall("sync.step() came inside consensus(): leave its with block first")
         if self._begins_with is not None:
             self.check_parameters()
-            if checksums(self._model) != self._begins_with:
-                raise WrongCall(
-                    "the model's weights were written after prepare, and the next mean would undo "
-                    "that: load weights first, then call sync.prepare; to go on from a checkpoint "
-                    "of sync.save, call sync.resume after prepare"
-                )
+            self.check_weights()
             self.loaded()  # the same weights were written again
         self.check_others()
         self.check_trained()
@@ -183,7 +206,8 @@ class Guard:
 
     def loaded(self) -> None:
         """The method goes on from the weights that there are."""
-        self._begins_with, self._versions = None, self._written()
+        self._begins_with = None
+        self._versions, self._sums = self._written(), self._summed()
 
     def end(self) -> None:
         """The method has ended; model and optimizer are the loop's again."""
@@ -208,6 +232,10 @@ class Guard:
         """How many times each of the other parameters was written."""
         return [param._version for _, param in self._others]
 
+    def _summed(self) -> list[int]:
+        """Checksums of the other parameters."""
+        return sums(one for _, one in self._others)
+
     def _where(self) -> list[tuple[int, torch.dtype]]:
         parts = map(local, self._trained)
         return [(part.data_ptr(), part.dtype) for part in parts]
@@ -220,13 +248,8 @@ def checksums(module: nn.Module) -> list[int]:
 
 def sums(tensors: Iterable[Tensor]) -> list[int]:
     """Checksums of tensors of any type, of what this worker holds of them."""
-    found = [checksum(wide(local(one.detach()))) for one in tensors]
+    found = [checksum(local(one.detach())) for one in tensors]
     return torch.stack([one.cpu() for one in found]).tolist() if found else []
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """A tensor of a type that `checksum` takes, with the same values."""
-    return tensor if tensor.element_size() >= 4 else tensor.float()
 
 
 class _Hook:

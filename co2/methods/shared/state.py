@@ -7,6 +7,7 @@ consensus and the ledger of memory follow from these names.
 from collections.abc import Mapping
 from dataclasses import asdict
 from enum import Enum
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -84,6 +85,11 @@ class Stateful:
         """As `_prepared`. Raises `WrongCall` also where the model does not hold the weights that
         training left."""
         guard = self._prepared(call)
+        if guard.finished:
+            raise WrongCall(
+                f"{call} came after finish(), which leaves the consensus and ends the training: "
+                "call it before, or save the model's own state_dict()"
+            )
         if guard.shows:
             raise WrongCall(f"{call} came inside consensus(): leave its with block first")
         return guard
@@ -91,9 +97,16 @@ class Stateful:
     def meet(self, call: str) -> None:
         """Wait until all workers are at this call, after the same number of steps. Raises what
         `consensus` does."""
-        meet(self.watch, call, self.group, self.mesh.device)
+        meet(self.watch, call, self.group, self.mesh.device, self.layout())
         if self.replica_group is not None:
             dist.barrier(self.replica_group)
+
+    def layout(self) -> dict[str, str]:
+        """Shape and type of what the model holds, by name."""
+        held = chain(self.model.named_parameters(), self.model.named_buffers())
+        return {
+            name: f"{tuple(one.shape)} of {one.dtype}".replace("torch.", "") for name, one in held
+        }
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All held tensors, by name."""

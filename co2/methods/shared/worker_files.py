@@ -11,6 +11,7 @@ import io
 import re
 import uuid
 from collections.abc import Callable
+from itertools import chain, zip_longest
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -22,6 +23,7 @@ from co2.atomic import durable
 from co2.comm.collectives import gathered, local
 from co2.comm.waiting import everyone
 from co2.errors import ConfigError, WrongCall, require
+from co2.methods.shared.guard import trained_names
 from co2.methods.shared.state import Stateful
 
 _NAME = re.compile(r"step(\d+)_worker(\d+)of(\d+)\.pt")
@@ -34,6 +36,7 @@ def held(sync: Stateful, module: nn.Module) -> dict[str, Any]:
         "replicas": sync.mesh.num_replicas,
         "module": module.state_dict(),
         "optimizer": sync.optimizer.state_dict(),
+        "trained": trained_names(sync.model, sync.optimizer),
         "sync": sync.state_dict(),
     }
 
@@ -95,6 +98,14 @@ def opened(
     alike = [own.keys() for own in found] == [own.keys() for own in groups]
     kind = type(sync.optimizer).__name__
     require(alike, key, folder, f"is of another optimizer than this {kind}; make it as it was")
+    trains = trained_names(sync.model, sync.optimizer)
+    trained: list[list[str]] = state.get("trained", trains)  # a file of before has none
+    if {*chain(*trained)} - {name for name, _ in sync.model.named_parameters()}:
+        trained = trains  # another model, as whoever loads it will say
+    for index, (before, own) in enumerate(zip(trained, trains, strict=True)):
+        for was, other in zip_longest(before, own, fillvalue="nothing"):
+            hint = f"trained {was} where group {index} of this optimizer has {other}; freeze and "
+            require(was == other, key, folder, f"{hint}order parameters as they were")
     return dict(state)
 
 
