@@ -20,6 +20,7 @@ from recipes.recipe import Recipe
 from recipes.runs import cells, fingerprints, measured
 from recipes.runs.fingerprints import Line
 from recipes.runs.functions import FunctionColumn
+from recipes.runs.known import Known
 from recipes.tuning import tune
 
 WRITTEN = "Written by: python -m recipes tune "
@@ -41,17 +42,19 @@ class Finding:
 def check(recipes: Iterable[Recipe], out: Path, scale: str, tuned: bool = True) -> list[Finding]:
     """What is wrong with the values of these recipes and, if `tuned`, with all searches and winners
     at a scale: no fingerprint or another one than the column's, a commit that is not here or had
-    changes; winners that no search wrote, or at a border; searches of unequal size."""
+    changes, settings that are no longer given; winners that no search wrote, or at a border;
+    searches of unequal size."""
     told: dict[tuple[str, str, str], Finding] = {}
-    lines = [line for line in measured.read(out / "ours.csv") if line["scale"] == scale]
+    recipes, known = list(recipes), Known(out / "ours.csv")
+    lines = [line for line in known.lines if line["scale"] == scale]
     for recipe in recipes:
         for column in recipe.columns:
             place = (recipe.name, column.name)
             own = [line for line in lines if (line["recipe"], line["column"]) == place]
             version = column.version if isinstance(column, FunctionColumn) else None
             old = fingerprints.outdated(own, version)
-            known = {id(line) for stale in old for line in stale.lines}
-            stale = [*old, *fingerprints.mixed(line for line in own if id(line) not in known)]
+            seen = {id(line) for stale in old for line in stale.lines}
+            stale = [*old, *fingerprints.mixed(line for line in own if id(line) not in seen)]
             wrong = [(line, why) for line in own if (why := wrong_commit(line["commit"]))]
             for kind, several in (
                 ("fingerprint", stale),
@@ -61,11 +64,25 @@ def check(recipes: Iterable[Recipe], out: Path, scale: str, tuned: bool = True) 
                     # Columns and recipes share runs: what mends them is told once.
                     mends = kind, one.why, fingerprints.again(one.lines)
                     told.setdefault(mends, Finding(kind, str(one)))
-    found = list(told.values())
+    found = [*told.values(), *(one for recipe in recipes for one in _left(recipe, known, scale))]
     if tuned:
         trials = [line for line in read_csv(out / "tuning.csv") if line["scale"] == scale]
         found += [*_searches(trials), *_winners(trials, scale)]
     return found
+
+
+def _left(recipe: Recipe, known: Known, scale: str) -> Iterator[Finding]:
+    """Values that `collect` would leave out."""
+    found = {
+        (recipe.name, row.name, column.name, scale, str(seed))
+        for row, column, seed, cell in recipe.cells(scale)
+        if known.find(recipe.name, row, column, scale, seed, cell)
+    }
+    left = known.left(recipe.name, scale, found)
+    for row, count in Counter(line["row"] for line in left).items():
+        text = f"{recipe.name}: {row}: {count} values of settings that recipe and conf no longer "
+        again = f"{python()} -m recipes run {recipe.name}"
+        yield Finding("settings", f"{text}give; again: {again}")
 
 
 def hardware(recipes: Iterable[Recipe], out: Path, scale: str) -> Iterator[str]:

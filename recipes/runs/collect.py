@@ -84,7 +84,8 @@ def collect(
     command, conf gives it the same settings, and no such run has finished here. It also serves
     other recipes that read the same figure from the same run. A value that takes a second run, to
     compare with, may come from elsewhere as a whole. Warns where the mean over the seeds would mix
-    the machine of runs here with another.
+    the machine of runs here with another, and where values are left out because their settings are
+    no longer given.
 
     Where the runs of a column would not have the same fingerprint (fingerprints.py), the column
     keeps what was collected before, unless `mixed`, and a line for each row says what to run.
@@ -123,8 +124,10 @@ def collect(
         *(line for one in found for line in one.evals),
     ]
     Table.of_records(measured.in_order(every, EVALS), EVALS).write_csv(out / "evals.csv")
+    asked = {key_of(one.line) for one in found}
     for recipe in recipes:
         _warn_of_mixtures(recipe.name, here, elsewhere)
+        _warn_of_left(recipe.name, known.left(recipe.name, scale, asked))
     if refused:
         hint = (
             "would mix runs that did not train on and with the same, so the earlier values stay; "
@@ -149,6 +152,18 @@ def _warn_of_mixtures(recipe: str, here: Iterable[Line], elsewhere: Iterable[Lin
             f"warning: {recipe}: {values} seeds of {' with seeds of '.join(parts)}; to make the "
             f"others here, too: python -m recipes run {recipe}; to go back, delete the run folders "
             "that `git diff results/runs.csv` adds, then: git checkout README.md docs results",
+            file=sys.stderr,
+        )
+
+
+def _warn_of_left(recipe: str, left: Sequence[Mapping[str, str]]) -> None:
+    """Say which values go, and how they come back."""
+    if left:
+        rows = ", ".join(dict.fromkeys(line["row"] for line in left))
+        print(
+            f"warning: {recipe}: {len(left)} values are left out, for recipe and conf no longer "
+            f"give their settings ({rows}); to make them: python -m recipes run {recipe}; to go "
+            "back: git checkout results",
             file=sys.stderr,
         )
 

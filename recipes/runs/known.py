@@ -1,6 +1,6 @@
 """Values that have been collected already: in a commit, from runs that were made elsewhere."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from recipes.recipe import Column, Row
@@ -29,7 +29,8 @@ class Known:
         }
         self._shared: dict[tuple[object, ...], Line] = {}
         """By `_figure`, for recipes that read the same from the same runs."""
-        for line in self.lines:
+        # Those last that tell what they were trained on.
+        for line in sorted(self.lines, key=lambda line: bool(line["fingerprint"])):
             column = columns.get((line["recipe"], line["column"]))
             if column is not None and column.of is None:
                 self._shared[_figure(line["command"], column)] = line
@@ -38,17 +39,22 @@ class Known:
         self, recipe: str, row: Row, column: Column, scale: str, seed: int, cell: Cell
     ) -> Line | None:
         """The line of this value, or of the same figure of the same run in another recipe's table.
-        It counts as long as the command is the same and conf gives it the same settings."""
+        It counts as long as the command is the same and conf gives it the same settings. One that
+        tells what it was trained on comes before one that does not."""
         own = self._own.get((recipe, row.name, column.name, scale, str(seed)))
-        if own is not None and is_of(own, cell):
-            return own
         same = self._shared.get(_figure(cell.command, column))
-        return same if same is not None and is_of(same, cell) else None
+        good = [line for line in (own, same) if line is not None and is_of(line, cell)]
+        return max(good, key=lambda line: bool(line["fingerprint"]), default=None)
+
+    def left(self, recipe: str, scale: str, found: Collection[Key]) -> list[Line]:
+        """The lines of a recipe that are none of the values found, and that `collect` drops."""
+        own = (line for line in self.lines if line["recipe"] == recipe and line["scale"] == scale)
+        return [line for line in own if key_of(line) not in found]
 
 
-def key_of(line: Mapping[str, str]) -> Key:
+def key_of(line: Mapping[str, object]) -> Key:
     """What a line is the value of."""
-    return tuple(line[name] for name in KEY)
+    return tuple(str(line[name]) for name in KEY)
 
 
 def _figure(command: str, column: Column) -> tuple[object, ...]:

@@ -136,7 +136,8 @@ def test_a_dirty_tree_is_not_recorded(
 
 
 TEXT = "data aa weights bb task 1 method 1 loss 1.25"
-COMMAND = "python train.py task=toy scale=smoke method={} train.seed={}"
+COMMAND = "python train.py task=toy scale=smoke method={} train.seed={} "
+COMMAND += "runs=results/runs/recipes log.wandb=disabled"
 Change = Callable[[str, int], dict[str, str]]
 HEAD = provenance.git().get("commit", "")[:7]
 in_a_repository = pytest.mark.skipif(not HEAD, reason="asks a git repository for commits")
@@ -151,6 +152,7 @@ def write_values(change: Change) -> None:
             key = {"recipe": "small", "row": row, "column": "toy", "scale": "smoke"}
             run = {"command": COMMAND.format(row, seed), "workers": "2", "hardware": "a cpu"}
             run |= {"fingerprint": TEXT.replace("aa", f"aa{seed}"), "commit": HEAD}
+            run["digest"] = cell_of(row, seed).digest
             lines.append({**none, **key, "seed": str(seed), **run, **change(row, seed)})
     measured.write(Path("out/ours.csv"), lines)
 
@@ -190,9 +192,25 @@ def test_a_value_to_make_again(place: Path, kind: str, own: dict[str, str], why:
     same = [{**line, "row": "same"} for line in lines if line["row"] == "allreduce"]
     measured.write(Path("out/ours.csv"), [*lines, *same])
     (found,) = check([three], Path("out"), "smoke", tuned=False)
-    again = f"{python()} train.py task=toy scale=smoke method=co2 train.seed=1 resume=never"
+    words = COMMAND.format("co2", 1).removeprefix("python ")
+    again = f"{python()} {words} resume=never"
     assert str(found) == f"{kind}: small: toy: co2, seed 1: {why}; again: {again}"
     assert summary([found, found]) == f"2 findings: 2 {kind}"
+
+
+@in_a_repository
+def test_a_value_of_settings_that_are_no_longer_given(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`check` tells what `collect` would leave out."""
+    write_values(lambda row, seed: {"digest": "of before"} if row == "co2" else {})
+    (found,) = check([RECIPE], Path("out"), "smoke", tuned=False)
+    text = "small: co2: 2 values of settings that recipe and conf no longer give; again: "
+    assert str(found) == f"settings: {text}{python()} -m recipes run small"
+    assert collect([RECIPE], Path("out"), "smoke") == (0, 2)
+    said = capsys.readouterr().err
+    assert said.startswith("warning: small: 2 values are left out") and "(co2)" in said
+    assert check([RECIPE], Path("out"), "smoke", tuned=False) == []
 
 
 def test_what_is_measured_has_a_version_alone() -> None:
