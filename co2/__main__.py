@@ -42,6 +42,8 @@ def usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a sub-command in this process's place. Returns only where there is none to run."""
     arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments[:1] == ["help"] and len(arguments) > 1:
+        arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if arguments else REFUSED

@@ -6,7 +6,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Container, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -24,7 +24,8 @@ def durable(path: Path) -> Iterator[IO[bytes]]:
             to_disk(file)
         put_in_place(aside, path)
     except BaseException as error:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):  # of a file system that is only read
+            aside.unlink(missing_ok=True)
         if isinstance(error, OSError):
             error.filename = str(path)
         raise

@@ -39,7 +39,7 @@ from co2.app.help import described, help_text
 from co2.app.schema import typed
 from co2.app.tuned import with_tuned
 from co2.config import Config, Resume, Validation
-from co2.errors import DIVERGED, STOPPED, ConfigError, from_outside, unusable
+from co2.errors import DIVERGED, STOPPED, ConfigError, first_line, from_outside, unusable
 from co2.methods import Method
 from co2.methods.base import OTHERS
 from co2.record import tensorboard
@@ -255,6 +255,7 @@ class App:
                 # W&B's own variable: the runs of a sweep are one group, named by its command line.
                 words = [word for word in argv if word not in SWEEP]
                 os.environ.setdefault("WANDB_RUN_GROUP", " ".join(words)[:128])
+                _check_folders(runs)
             if line.through_hydra:
                 sys.argv[1:] = argv = list(map(quoted, argv))  # where hydra.main reads it
                 return self._through_hydra(argv, origin)
@@ -342,10 +343,31 @@ class App:
             # A search without a trial that ended well has no best one: the table says why.
             if not outcomes or not all(outcome.status for outcome in outcomes):
                 raise
+        except Exception as error:
+            if type(error).__name__ != "FailedJobError":  # submitit's, which is not imported
+                raise
+            hint = f"{first_line(error)}; hydra.launcher.partition and .account name what it wants"
+            raise ConfigError("hydra/launcher", "submitit_slurm", hint) from None
         finally:
             if outcomes:
                 print(sweep_table(outcomes))
         return next((outcome.status for outcome in outcomes if outcome.status), 0)
+
+
+def _check_folders(runs: Sequence[Checked]) -> None:
+    """Refuse a sweep of which two runs would lie in one folder. Raises `ConfigError`."""
+    known: dict[Path, list[str]] = {}
+    for config, overrides in runs:
+        folder = run_folder(config)
+        other = known.setdefault(folder, overrides)
+        if other is not overrides:
+            one = [word for word in other if word not in overrides]
+            two = [word for word in overrides if word not in other]
+            named = "a run that is given twice"
+            if one or two:
+                named = f"both {' '.join(one)} and {' '.join(two)}"
+            hint = f"would be the folder of {named}; give each a tag of its own"
+            raise ConfigError("tag", config.tag, hint)
 
 
 def objective(status: int, summary: Summary | None) -> float | None:

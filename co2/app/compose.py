@@ -8,6 +8,7 @@ import copy
 import itertools
 import re
 import shlex
+import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,9 @@ _ASKS = (
 )
 """Flags that Hydra answers itself. Its other flags are refused: they read a configuration, or a
 pickle, from elsewhere."""
+_CFG = {"-c", "--cfg"}
+_SHOWS = {*_CFG, "-i", "--info"}
+_OF_CFG = {"--resolve", "-p", "--package"}
 SWEEP = ("-m", "--multirun")
 _STARTS = (*SWEEP, "-r", "--run")
 _OF_HYDRA = ("launcher", "sweeper", "sweep", "run", "job", "verbose")
@@ -85,7 +89,13 @@ def command_line(arguments: Sequence[str]) -> CommandLine:
     together = tuple(arguments[first : first + len(words)]) == words
     hint = "flags such as -m stand before the overrides"
     require(together or asks != (), "command line", "", hint)
-    return CommandLine(words, not {*SWEEP}.isdisjoint(arguments), asks)
+    sweep = not {*SWEEP}.isdisjoint(arguments)
+    flags = {word.partition("=")[0] for word in asks}
+    for flag in sorted(flags & _SHOWS) if sweep else ():
+        raise ConfigError(flag, "", "shows one run; leave out -m and give each key one value")
+    for flag in sorted(flags & _OF_CFG if flags.isdisjoint(_CFG) else ()):
+        raise ConfigError(flag, "", "goes with --cfg job only")
+    return CommandLine(words, sweep, asks)
 
 
 def _require_harmless(word: str) -> None:
@@ -246,6 +256,8 @@ def _check_plugins(overrides: Sequence[str], multirun: bool) -> None:
             # find_spec fails where the package around the one that it looks for is missing.
             there = all(map(find_spec, (package.partition(".")[0], package)))
             require(there, key, value, extra(own))
+            here = package != "submitit" or shutil.which("sbatch") is not None
+            require(here, key, value, "there is no sbatch here; start it where SLURM is")
             # Hydra warns that conf/hydra sets options of the plugin, which is what we want.
             warnings.filterwarnings("ignore", message=r"(?s).*validated against ConfigStore schema")
 

@@ -46,13 +46,13 @@ def tag_from(overrides: Sequence[str], world: int, workers: int | None, method: 
     """
     elastic = "launch.elastic=true" in overrides
     parts = []
-    for override in overrides:
-        key, _, value = override.lstrip("+~").partition("=")
-        unnamed = key in _UNNAMED or override == "launch.workers=null"
+    given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
+    for key, value in given.items():
+        unnamed = key in _UNNAMED or (key == "launch.workers" and value == "null")
         unnamed |= elastic and key == "launch.workers"
         if not unnamed and not _is_free(key):
             label = key.removeprefix(f"{method}.").rpartition(".")[2] if "." in key else ""
-            parts.append(label + _safe(value))
+            parts.append(label + _safe(value.strip()))
     if world != workers and not elastic:
         parts.append(f"workers{world}")
     tag = "-".join(sorted(parts)) or "default"
@@ -102,7 +102,8 @@ def check_folder(
         _check_format(folder)
     kept, here = flat(kept_config(folder)), flat(plain(config, world))
     defaults = _defaults(config)
-    for key in sorted(kept.keys() | here.keys()):
+    # τ first: `fragments` may follow from it
+    for key in sorted(kept.keys() | here.keys(), key=lambda key: (not key.endswith(".tau"), key)):
         then: Any = kept.get(key, defaults.get(key))
         now, why = here.get(key), ""
         free = _is_free(key) or (config.launch.elastic and key.startswith("launch."))

@@ -47,6 +47,11 @@ def check(config: Config, method: Method, started: bool) -> None:
     if not config.launch.elastic:
         hint = "is for elastic runs; use null, or launch.elastic=true"
         require(quorum is None, "launch.quorum", quorum, hint)
+        restarts, hint = (
+            config.launch.restarts,
+            "is for elastic runs; use 0, or launch.elastic=true",
+        )
+        require(restarts == 0, "launch.restarts", restarts, hint)
         return
     if quorum is not None:
         method.refuse(QUORUM, quorum)

@@ -281,7 +281,10 @@ class Graph:
         root, name = Path(self.data.root), self.config.dataset.value
         if self.data.path is not None:
             own = open_graph(Path(self.data.path))
-            hint = "is no sound graph; docs/data.md has the layout"
+            hint = (
+                "is no sound graph: graph.json or a file beside it is missing or of another size; "
+            )
+            hint += "docs/data.md has the layout"
             if own is None:
                 raise ConfigError("data.path", self.data.path, hint)
             return own

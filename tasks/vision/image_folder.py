@@ -40,7 +40,8 @@ class ImageFolder:
 
     def __init__(self, folder: Path, key: str, value: object) -> None:
         self.folder, self._key, self._value = folder, key, value
-        require(folder.is_dir(), key, value, "no such folder")
+        hint = "is a file; give a folder" if folder.is_file() else "no such folder"
+        require(folder.is_dir(), key, value, hint)
         self.classes = self._classes()
         self._names: dict[str, list[np.ndarray]] = {part: self._listed(part) for part in PARTS}
         self.counts = {p: np.array([len(n) for n in self._names[p]]) for p in PARTS}

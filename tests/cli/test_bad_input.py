@@ -171,6 +171,7 @@ ELASTIC_RUNS = [
     (f"{PAIRS} launch.quorum=1", "launch.quorum=1", "several workers makes all its steps"),
     (f"{PAIRS} {THREE}", THREE, "at most launch.workers / mesh.replica_size, which is 2"),
     ("launch.quorum=2", "launch.quorum=2", "is for elastic runs; use null"),
+    ("launch.restarts=2", "launch.restarts=2", "is for elastic runs; use 0"),
     (f"{ELASTIC} launch.quorum=3", "launch.quorum=3", "must be at most launch.workers, which is 2"),
     *(
         (f"{ELASTIC} launch.quorum=1 method={words}", "launch.quorum=1", reason)
@@ -360,6 +361,8 @@ def test_good_command_lines_pass(empty: Path) -> None:
     [
         ("--cfg job task=toy method=slowmo", 0, "outer_momentum: 0.5", ""),
         ("--cfg job co2.tua=3", 2, "", "error: configuration=: Could not override 'co2.tua'."),
+        ("-m --cfg job co2.tau=1,3", 2, "", "error: --cfg=: shows one run; leave out -m"),
+        ("--resolve task=toy", 2, "", "error: --resolve=: goes with --cfg job only"),
     ],
 )
 def test_what_hydra_answers_itself(

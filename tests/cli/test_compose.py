@@ -342,6 +342,30 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, plugin: str, own: st
         preflight(train.APP.conf, ["-m", *TOY, f"hydra/{plugin}"], lambda *job: None)
 
 
+def test_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("co2.app.compose.find_spec", lambda name: True)
+    monkeypatch.setattr("co2.app.compose.shutil.which", lambda name: None)
+    with pytest.raises(ConfigError, match="launcher=submitit_slurm: there is no sbatch here"):
+        preflight(train.APP.conf, ["-m", *TOY, "hydra/launcher=submitit_slurm"], lambda *job: None)
+
+
+class FailedJobError(RuntimeError):
+    """As submitit's."""
+
+
+def test_a_job_that_slurm_refuses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def refuse(**_: object) -> Any:
+        raise FailedJobError("sbatch: error: invalid partition specified: gpu")
+
+    monkeypatch.setattr("co2.app.application.hydra.main", refuse)
+    words = ["-m", *TOY, "method=allreduce", f"runs={tmp_path}", "hydra.verbose=false"]
+    assert train.APP.main(words) == 2
+    said = capsys.readouterr().err
+    assert "error: hydra/launcher=submitit_slurm: sbatch: error: invalid partition" in said
+
+
 def finished(task: str, final: dict[str, float | None]) -> Summary:
     """A summary of which only the final metrics matter here."""
     figures: dict[str, Any] = {

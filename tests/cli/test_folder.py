@@ -69,6 +69,7 @@ FREE += ("resume=never", "data.root=/x", "launch.backend=gloo", "launch.gpu=h100
         (("scale=paper",), "paper"),
         (("co2.tau=3", "optim.lr=0.1"), "lr0.1-tau3"),
         (("optim.lr=0.1", "co2.tau=3"), "lr0.1-tau3"),
+        (("co2.tau=3", "co2.tau=4 "), "tau4"),
     ],
 )
 def test_a_tag(overrides: tuple[str, ...], expected: str) -> None:

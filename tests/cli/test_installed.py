@@ -120,6 +120,14 @@ def test_every_command_is_listed_and_starts(library: Path, tmp_path: Path) -> No
     assert run.returncode == 0 and "usage" in run.stdout
 
 
+def test_help_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda path, words: ran.append(words))
+    main(["help", "plan"])
+    assert ran[0][2:] == ["train", "plan", "--help"]
+    assert main(["help", "nosuch"]) == 2
+
+
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2 and main([]) == 2
     assert "error: co2 trian: no such command; did you mean train?" in capsys.readouterr().err

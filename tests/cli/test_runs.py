@@ -15,7 +15,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
 from torch import Tensor, nn
 
 import train
@@ -290,15 +289,32 @@ def swept(runs: Path, *words: str) -> int:
     return train.APP.main(["-m", *TOY, f"runs={runs}", "launch.workers=1", *words])
 
 
+@pytest.mark.parametrize(
+    ("words", "own"),
+    [
+        (("co2.tau=1,3", "tag=one"), "both co2.tau=1 and co2.tau=3;"),
+        (("co2.tau=1,3", "tag=one", "resume=never"), "both co2.tau=1 and co2.tau=3;"),
+        (("co2.tau=3,3",), "a run that is given twice"),
+    ],
+)
 def test_two_runs_of_a_sweep_in_one_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], own: str
 ) -> None:
-    """Both were checked before the first one made it."""
-    words = ("method=co2", "co2.tau=1,3", "train.steps=2", "tag=one")
-    assert swept(tmp_path, *words) == REFUSED
-    assert "holds a run with co2.tau=1; give this one a" in capsys.readouterr().err
-    (folder,) = folders(tmp_path)
-    assert yaml.safe_load((folder / "config.yaml").read_text())["co2"]["tau"] == 1
+    """Are refused before the first one is made."""
+    assert swept(tmp_path, "method=co2", "train.steps=2", *words) == REFUSED
+    said = capsys.readouterr().err
+    assert said.startswith("error: tag=") and f"would be the folder of {own}" in said
+    assert not folders(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["co2", "co2_keep"])  # whose fragments follow from τ
+def test_a_folder_of_another_tau(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    words = (f"method={method}", "train.steps=2", "tag=one")
+    assert swept(tmp_path, *words, f"{method}.tau=1") == 0
+    assert swept(tmp_path, *words, f"{method}.tau=3") == REFUSED
+    assert f"holds a run with {method}.tau=1; give this one a" in capsys.readouterr().err
 
 
 def test_a_failed_job_of_a_sweep_loses_no_other(

@@ -155,7 +155,9 @@ def test_what_cannot_be_used(tmp_path: Path) -> None:
     assert line.startswith("fanout=[]: must have a number for each layer")
     line = refusal(lambda: Graph.Config(model=Network.gat, hidden=30))
     assert line.startswith("heads=4: must divide hidden=30")
-    assert "is no sound graph; docs/data.md has the" in refusal(lambda: ready(tmp_path))
+    assert "is no sound graph: graph.json or a file beside it is missing" in refusal(
+        lambda: ready(tmp_path)
+    )
 
 
 class Majority(nn.Module):
