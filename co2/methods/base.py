@@ -199,7 +199,8 @@ class Method(Stateful):
             check_alike(self._description(), self.group)
             replicate(model, self.group)
         prepared = self.set_up()
-        self._guard = Guard(model, optimizer, fresh)
+        alone = mesh.num_replicas == 1 or self.equal_weights
+        self._guard = Guard(model, optimizer, fresh, alone)
         return prepared
 
     def _description(self) -> dict[str, str]:
@@ -436,6 +437,10 @@ class Method(Stateful):
                 f"sync.resume() came after {self.steps} steps: call it before the first"
             )
         return worker_files.resume(self, Path(folder))
+
+    def tell_no_end(self) -> None:
+        """Say nothing where the training ends without `finish`, because the loop tells that."""
+        self._prepared("sync.tell_no_end()").tell_no_end()
 
     def flush(self) -> None:
         """Wait for what is in flight, at the end of training only: nothing can be sent after it.

@@ -38,6 +38,7 @@ def build(run: Run) -> Session:
     optimizer = replica.optimizer(run.task.optimizer(module))
     schedule = partial(largest_lr, optimizer, config.optim, steps)
     prepared = method.prepare(module, optimizer, mesh, schedule, not mesh.newcomer, steps)
+    method.tell_no_end()
     model = replica.wrap(prepared, config.comm)
     session = Session(run, module, model, optimizer, replica, weights)
     replicas = session.replicas

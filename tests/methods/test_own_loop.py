@@ -24,6 +24,7 @@ import co2
 from co2.comm import deadlocks
 from co2.errors import ConfigError, ReplicasDiffer, WorkerLost, WrongCall
 from co2.methods import METHODS, Method
+from co2.methods.shared import guard
 from tests.grids import OF_A_KIND, grid
 from tests.methods import problem
 from tests.methods.driver import SETTINGS, Session, assert_same, inner, told, trained
@@ -379,6 +380,30 @@ def test_wrong_arguments(act: Callable[[], Method | None], text: str) -> None:
 
 
 # The end, and going on.
+
+
+@replicas(2)
+def test_a_forgotten_end_is_told(rank: int) -> None:
+    said: list[str] = []
+
+    def say(text: str, **_: object) -> None:
+        said.append(text)
+
+    ends: list[Callable[[Session], object]] = [
+        lambda session: session.method.finish(),
+        lambda session: session.method.flush(),
+        lambda session: session.method.consensus_state_dict(),
+        lambda session: None,
+    ]
+    with patch.object(guard, "print", say, create=True):
+        for end in ends:
+            session = trained("local_sgd", rank, steps=6)
+            end(session)
+            assert not said
+            del session
+            gc.collect()
+    (text,) = said
+    assert "ended 6 steps after its last consensus and without sync.finish()" in text
 
 
 @replicas(2)

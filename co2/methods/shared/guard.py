@@ -11,6 +11,7 @@ wrong weights. Hence:
 """
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -72,9 +73,12 @@ class Guard:
 
     Args:
         fresh: whether the weights are those to begin with. False: a state will be loaded.
+        alone: whether no other replica has other weights.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, fresh: bool) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, fresh: bool, alone: bool = False
+    ) -> None:
         self._model, self._optimizer = model, optimizer
         self._trained = list({id(one): one for one in trained(optimizer)}.values())
         self._parameters = {id(param) for param in model.parameters()}
@@ -91,6 +95,9 @@ class Guard:
         self._ended = False
         self.finished = False
         """Whether it holds the consensus for good."""
+        self._since: list[int] = []
+        """Steps since the last consensus."""
+        self._forgotten = None if alone else weakref.finalize(self, _tell_forgotten, self._since)
         self.note_places()
         self._versions, self._sums = self._written(), self._summed()
         self._begins_with = checksums(model) if fresh else None
@@ -194,11 +201,13 @@ class Guard:
             yield
         finally:
             self.allows_step = False
+        self._since[:] = [sum(self._since) + 1]
 
     @contextmanager
     def showing(self) -> Iterator[None]:
         """Around a shown consensus, whose end undoes what is loaded meanwhile."""
         before, self.shows = self.shows, True
+        self._since.clear()
         try:
             yield
         finally:
@@ -212,8 +221,14 @@ class Guard:
     def end(self) -> None:
         """The method has ended; model and optimizer are the loop's again."""
         self._ended = True
+        self.tell_no_end()
         while self._hooks:
             self._hooks.pop().remove()
+
+    def tell_no_end(self) -> None:
+        """Say nothing of an end that was forgotten."""
+        if self._forgotten is not None:
+            self._forgotten.detach()
 
     def refuse_step(self) -> NoReturn:
         """The optimizer is about to step by somebody else's call."""
@@ -239,6 +254,17 @@ class Guard:
     def _where(self) -> list[tuple[int, torch.dtype]]:
         parts = map(local, self._trained)
         return [(part.data_ptr(), part.dtype) for part in parts]
+
+
+def _tell_forgotten(steps: list[int]) -> None:
+    """Say that a method has gone, or the process ends, with weights that no consensus has."""
+    if steps and not hasattr(sys, "last_value"):  # else an error has ended it, which is told
+        print(
+            f"note: a training has ended {steps[0]} steps after its last consensus and without "
+            "sync.finish(): the model holds this replica's own weights, not the mean of all",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def checksums(module: nn.Module) -> list[int]:
