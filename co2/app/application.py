@@ -366,7 +366,9 @@ def _check_folders(runs: Sequence[Checked]) -> None:
             named = "a run that is given twice"
             if one or two:
                 named = f"both {' '.join(one)} and {' '.join(two)}"
-            hint = f"would be the folder of {named}; give each a tag of its own"
+            hint = (
+                f"would name the folder of {named}; put what differs into it: 'tag=a${{co2.tau}}'"
+            )
             raise ConfigError("tag", config.tag, hint)
 
 

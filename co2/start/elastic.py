@@ -45,13 +45,10 @@ def check(config: Config, method: Method, started: bool) -> None:
     """
     quorum, size = config.launch.quorum, config.mesh.replica_size
     if not config.launch.elastic:
-        hint = "is for elastic runs; use null, or launch.elastic=true"
-        require(quorum is None, "launch.quorum", quorum, hint)
-        restarts, hint = (
-            config.launch.restarts,
-            "is for elastic runs; use 0, or launch.elastic=true",
-        )
-        require(restarts == 0, "launch.restarts", restarts, hint)
+        for key, off in (("quorum", None), ("restarts", 0)):
+            given, none = getattr(config.launch, key), "null" if off is None else off
+            hint = f"is for elastic runs; use {none}, or launch.elastic=true"
+            require(given == off, f"launch.{key}", given, hint)
         return
     if quorum is not None:
         method.refuse(QUORUM, quorum)

@@ -303,7 +303,7 @@ def test_two_runs_of_a_sweep_in_one_folder(
     """Are refused before the first one is made."""
     assert swept(tmp_path, "method=co2", "train.steps=2", *words) == REFUSED
     said = capsys.readouterr().err
-    assert said.startswith("error: tag=") and f"would be the folder of {own}" in said
+    assert said.startswith("error: tag=") and f"would name the folder of {own}" in said
     assert not folders(tmp_path)
 
 
