@@ -99,6 +99,7 @@ def holdings(task: Task, config: Config, workers: int) -> Holdings:
         placed = Mesh(0, 1, mesh.device) if method.averages_gradients else mesh
         lr, steps = config.optim.lr, config.train.steps
         method.prepare(module, optimizer, placed, lambda step: lr, fresh=False, total_steps=steps)
+        method.tell_no_end()
         in_flight = 0
         for step in range(max(_STEPS, method.round_steps)):
             for param in module.parameters():  # later steps are quick without gradients

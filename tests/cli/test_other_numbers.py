@@ -493,6 +493,7 @@ def test_which_methods_do(
 
 
 def test_a_sweep_asks_each_method_too(tmp_path: Path) -> None:
-    own = ("method=co2", "co2.shard=true", "tag=one", "launch.workers=2,1", "train.steps=4")
-    run = cli("-m", *own, runs=tmp_path / "runs", status=REFUSED)
+    own = ("method=co2", "co2.shard=true", "tag=one", "train.steps=4")
+    cli(*own, "launch.workers=2", runs=tmp_path / "runs")
+    run = cli("-m", *own, "launch.workers=1", runs=tmp_path / "runs", status=REFUSED)
     assert "error: launch.workers=1: " in run.err
