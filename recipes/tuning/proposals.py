@@ -81,6 +81,18 @@ class Proposals:
                 if place == end:
                     self._reach(name, end + side)
 
+    def beyond(self, places: Places) -> Places | None:
+        """These settings with every number that is at an end of what was tried a step further;
+        None where none is, or can go further."""
+        found, own = dict(places), self._key(places)
+        for at, (name, knob) in enumerate(self.space.knobs.items()):
+            tried = [key[at] for key in self._losses]
+            # One value alone is both ends: such a number goes up.
+            for side, end in ((-1, min(tried)), (1, max(tried))):
+                if own[at] == end and knob.goes_beyond(end, side):
+                    found[name] = end + side
+        return None if found == places else found
+
     def _best(self) -> Key | None:
         """The best so far; None while nothing has ended well."""
         best = min(self._losses, key=self._losses.__getitem__, default=None)

@@ -4,11 +4,12 @@ python -m recipes tune TASK [METHOD…] [--trials 12] [--tau N] [--average-momen
                        [--gap-penalty KIND] [--scale smoke]
 
 For each method, AllReduce included: as many short trials as `--trials` says, of two fifths of the
-steps; then the best three of them at the full number of steps; the best of these wins. What counts
-is the validation loss on the tuning part of the data, with a seed that no table uses. Methods take
-turns, in the same processes. After Ctrl-C the same command goes on; so it does where the trials in
-results/tuning.csv were made elsewhere: what has ended with the same settings, and with today's
-versions of the task's and the method's code, is not made again.
+steps; then the best two of them at the full number of steps, and a third: a step beyond the better
+of the two where that has a number at the end of what was tried, else the third best. The best of
+these wins. What counts is the validation loss on the tuning part of the data, with a seed that no
+table uses. Methods take turns, in the same processes. After Ctrl-C the same command goes on; so it
+does where the trials in results/tuning.csv were made elsewhere: what has ended with the same
+settings, and with today's versions of the task's and the method's code, is not made again.
 
 All trials go to results/tuning.csv, the winner to conf/tuned/<task>/<method>.yaml, which
 `tuned=true` loads.
@@ -39,7 +40,7 @@ from recipes.runs import cells, fingerprints
 from recipes.runs.cells import TrainCell, own_words
 from recipes.runs.measured import NEWER, in_order
 from recipes.tuning.proposals import AT_ONCE, Proposals
-from recipes.tuning.spaces import Places, Space, Value, at_legal_end, is_beyond
+from recipes.tuning.spaces import Places, Space, Value, at_legal_end, in_steps, is_beyond
 from recipes.tuning.tuning import TUNING, TUNING_SEED
 
 SHARE = Fraction(2, 5)
@@ -67,7 +68,8 @@ class Trial:
     """One training of a search."""
 
     number: int
-    """From 1; a finalist keeps the number of its short trial."""
+    """From 1; a finalist keeps the number of its short trial. One a step beyond the best has the
+    number after all of theirs."""
     steps: int
     places: Places
     settings: Mapping[str, Value]
@@ -137,12 +139,23 @@ class Search:
         self.proposals.widen()
 
     def finalists(self) -> list[Trial]:
-        """The best short trials, to be trained in full; those without a loss are none."""
-        ended = [trial for trial in self.short if math.isfinite(trial.loss)]
-        best = sorted(ended, key=lambda trial: trial.loss)[:FINALISTS]
-        steps = self.base.train.steps
-        self.whole = [self._trial(trial.number, trial.places, steps) for trial in best]
+        """The best short trials, to be trained in full, but for the last; those without a loss are
+        none."""
+        self.whole = [self._in_full(trial) for trial in _ranked(self.short)[: FINALISTS - 1]]
         return self.whole
+
+    def last(self) -> list[Trial]:
+        """The last finalist, when the others have ended: a step beyond the best of them where it
+        has a number at the end of what was tried, else the next of the short trials."""
+        best = next(iter(_ranked(self.whole)), None)
+        beyond = None if best is None else self.proposals.beyond(best.places)
+        if beyond is not None:
+            made = [self._trial(len(self.short) + 1, beyond, self.base.train.steps)]
+        else:
+            rest = _ranked(self.short)[FINALISTS - 1 : FINALISTS]
+            made = [self._in_full(trial) for trial in rest]
+        self.whole += made
+        return made
 
     def lines(self) -> Iterator[dict[str, object]]:
         """The lines of results/tuning.csv, of all trials that have ended."""
@@ -190,6 +203,9 @@ class Search:
         """τ of the trials; None for a method without one."""
         return self.own.get("tau", getattr(self.base.method_config, "tau", None))
 
+    def _in_full(self, short: Trial) -> Trial:
+        return self._trial(short.number, short.places, self.base.train.steps)
+
     def _trial(self, number: int, places: Places, steps: int) -> Trial:
         config = self.base
         settings = self.space.words(places, steps, self.tau())
@@ -203,6 +219,12 @@ class Search:
         cell = TrainCell(own_words(words), ("tune",))
         known = self.known.get(cell.digest) if self.known else None
         return Trial(number, steps, places, settings, cell, known)
+
+
+def _ranked(made: Sequence[Trial]) -> list[Trial]:
+    """Those that ended with a loss, from the best to the worst."""
+    ended = [trial for trial in made if math.isfinite(trial.loss)]
+    return sorted(ended, key=lambda trial: trial.loss)
 
 
 def schedule_words(optim: OptimConfig, full: int, steps: int) -> list[str]:
@@ -262,6 +284,7 @@ def tune_methods(
         for search, own in zip(searches, made, strict=True):
             search.learn(own)
     _train(searches, [search.finalists() for search in searches], out)
+    _train(searches, [search.last() for search in searches], out)
     record(searches, out / "tuning.csv")
     lost = [search for search in searches if not _conclude(search, trials)]
     return 1 if lost else 0
@@ -367,15 +390,23 @@ def settings(line: Line) -> dict[str, Value]:
 
 def at_border(search: Sequence[Line], best: Line) -> list[str]:
     """Names of the winner's numbers beyond which nothing was tried, although it is legal."""
-    short = {line["trial"]: settings(line) for line in rungs(search)[0]}
-    found = []
+    tried, found = [_shares(line) for line in search], []
     for name, value in settings(best).items():
-        tried = [one for own in short.values() if isinstance(one := own[name], int | float)]
-        if len(tried) < len(short):
+        numbers = [number for own in tried if isinstance(number := own[name], int | float)]
+        if len(numbers) < len(tried):
             continue  # a kind of gap, which was a knob; or null, which all trials have
-        at_end = short[best["trial"]][name] in (min(tried), max(tried))
+        at_end = _shares(best)[name] in (min(numbers), max(numbers))
         if at_end and not at_legal_end(best["method"], name, value, best["tau"]):
             found.append(name)
+    return found
+
+
+def _shares(line: Line) -> dict[str, Value]:
+    """The settings of a trial, numbers of steps as shares of its own."""
+    found = settings(line)
+    for name, value in found.items():
+        if in_steps(line["method"], name) and isinstance(value, int):
+            found[name] = round(value / int(line["rung"]), 3)
     return found
 
 
@@ -387,9 +418,11 @@ def tuned_text(search: Sequence[Line]) -> tuple[Path, str]:
     node = {key: best[key] for key in ("tau", MOMENTS, GAP) if best.get(key)}
     place = cells.tuned(best["task"], best["method"], best["scale"], node)
     border, trials = at_border(search, best), len(rungs(search)[0])
+    followed = int(best["trial"]) > trials
+    which = f"A step beyond {trials} trials" if followed else f"Trial {best['trial']} of {trials}"
     head = [
         f"Written by: python {place.command(trials)}",
-        f"Trial {best['trial']} of {trials}, then best at the full {best['rung']} steps: a loss of "
+        f"{which}, then best at the full {best['rung']} steps: a loss of "
         f"{float(best['loss']):.4f} on the tuning part of the data",
         f"with seed {best['seed']}. Commit {best['commit']}.",
         *([fingerprints.tuned_line(best["fingerprint"])] if best.get("fingerprint") else []),
@@ -397,7 +430,11 @@ def tuned_text(search: Sequence[Line]) -> tuple[Path, str]:
     words = (f"{key}={best[key]}" for key in ("task", "method", "scale"))
     config = cells.composed_config(tuple(words))
     for told, wide in ((UNTRIED, False), (WIDENED, True)):
-        own = [name for name in border if is_beyond(config, name, settings(best)[name]) is wide]
+        own = [
+            name
+            for name in border
+            if (followed or is_beyond(config, name, settings(best)[name])) is wide
+        ]
         head += [f"{told}{', '.join(own)}."] if own else []
     nodes: dict[str, dict[str, Value]] = {}
     for name, value in settings(best).items():

@@ -115,7 +115,9 @@ def test_every_method_has_the_same_budget(search: Search) -> None:
         assert {line["seed"] for line in own} == {"1000"}
         assert own[0]["settings"].startswith("optim.lr=0.1"), "conf's own"
         short = sorted(own[:6], key=lambda line: float(line["loss"]))
-        assert {line["trial"] for line in own[6:]} == {line["trial"] for line in short[:FINALISTS]}
+        whole = {line["trial"] for line in own[6:]}
+        assert whole > {line["trial"] for line in short[: FINALISTS - 1]}
+        assert whole <= {"7", *(line["trial"] for line in short[:FINALISTS])}
     steps = [
         sum(int(words_of(cell)["train.steps"]) for cell in trained if f"={m}" in cell.command)
         for m in ("allreduce", "slowmo")
@@ -135,17 +137,57 @@ def test_the_grid_widens_while_the_best_sits_on_its_border(
     assert "beyond" not in path.read_text()
     capsys.readouterr()
     search(far_from(100), ["allreduce"], 4, "others")
-    assert "# Nothing was tried beyond the winner's optim.lr.\n" in path.read_text()
+    assert "# The grid was widened to the winner's optim.lr.\n" in path.read_text()
     assert "; nothing was tried beyond its optim.lr; it was" in capsys.readouterr().out
     head = path.read_text().splitlines()
     assert head[0] == "# @package _global_"
     assert head[1] == "# Written by: python -m recipes tune toy allreduce --trials 4"
+    assert head[2].startswith("# A step beyond 4 trials, then best at the full 60 steps")
+
+
+@pytest.mark.parametrize("wins", [True, False])
+def test_the_last_finalist_is_a_step_beyond_a_best_at_an_end(
+    conf: Path, search: Search, wins: bool
+) -> None:
+    """In place of the third best short trial; it wins or not, and then the end is none."""
+    short: list[float] = []
+
+    def landscape(cell: TrainCell) -> float:
+        whole = words_of(cell)["train.steps"] == "60"
+        if not whole:
+            short.append(rate(cell))
+        worse = whole and not wins and rate(cell) > max(short)
+        return far_from(100)(cell) + worse
+
+    made = search(landscape, ["local_sgd"], 5)
+    assert len(made) == 5 + FINALISTS
+    full = [rate(cell) for cell in made[5:]]
+    assert full[:2] == sorted(short, reverse=True)[:2] and full[2] > max(short)
+    text = (conf / "tuned" / "toy" / "local_sgd.yaml").read_text()
+    assert ("The grid was widened" in text) == ("A step beyond 5 trials" in text) == wins
+    assert "Nothing was tried" not in text
+    assert yaml.safe_load(text)["optim"]["lr"] == (full[2] if wins else full[0])
+
+
+def test_a_number_of_steps_at_an_end_is_one_in_full_too() -> None:
+    """A tenth of the steps is beyond a twentieth, and a fifth beyond both."""
+
+    def line(trial: int, rung: int, freeze: int, loss: float) -> dict[str, str]:
+        words = f"optim.lr=0.{trial % 2}1 zero_one_adam.freeze_step={freeze}"
+        key = {"method": "zero_one_adam", "tau": "", "settings": words}
+        return key | {"trial": str(trial), "rung": str(rung), "loss": str(loss)}
+
+    lines = [line(1, 24, 1, 2), line(2, 24, 2, 1), line(2, 60, 6, 1), line(1, 60, 3, 2)]
+    name = "zero_one_adam.freeze_step"
+    assert name in tune.at_border(lines, lines[2])
+    assert name not in tune.at_border([*lines, line(3, 60, 12, 3)], lines[2])
 
 
 def test_a_winner_at_the_border_of_a_wider_grid(conf: Path, search: Search) -> None:
     search(far_from(100), ["allreduce"], 12)
     text = (conf / "tuned" / "toy" / "allreduce.yaml").read_text()
-    assert "# The grid was widened to the winner's optim.lr.\n" in text and "beyond" not in text
+    assert "# The grid was widened to the winner's optim.lr.\n" in text
+    assert "Nothing was tried" not in text
     assert yaml.safe_load(text)["optim"]["lr"] > 0.4
 
 
@@ -323,7 +365,7 @@ def test_trials_of_a_search_with_fewer_knobs_are_taken(search: Search) -> None:
 
 
 def test_trials_of_other_code_are_made_again(search: Search) -> None:
-    for runs, (version, number) in enumerate(((0, 4), (1, 4), (1, 0))):
+    for runs, (version, number) in enumerate(((0, 5), (1, 5), (1, 0))):
         trained = search(far_from(0.1), ["allreduce"], 2, str(runs), version=version)
         assert len(trained) == number
     told = {line["fingerprint"] for line in read_csv(Path("results/tuning.csv"))}
@@ -336,7 +378,7 @@ def test_a_gap_penalty_is_tuned_apart(conf: Path, monkeypatch: pytest.MonkeyPatc
     for gap in ("", " --gap-penalty gap_aware", " --gap-penalty gap_aware_steady"):
         assert main(f"tune toy co2 --trials 2 --dirty{gap}".split()) == 0
     lines = read_csv(Path("results/tuning.csv"))
-    assert [line["gap_penalty"] for line in lines] == [""] * 4 + ["gap_aware"] * 4
+    assert [line["gap_penalty"] for line in lines] == [""] * 5 + ["gap_aware"] * 5
     path = conf / "tuned" / "toy" / "co2_gap_aware.yaml"
     assert "gap_penalty:" not in path.read_text()
     words = ("task=toy", "scale=smoke", "method=co2", "tuned=true")
@@ -371,7 +413,7 @@ def test_a_whole_search_trains(conf: Path, tmp_path: Path, monkeypatch: pytest.M
     assert main(words) == 0
     assert times == {cell: path.stat().st_mtime_ns for cell, path in made.items()}
     lines = read_csv(Path("results/tuning.csv"))
-    assert [line["rung"] for line in lines] == ["24", "24", "60", "60"]
+    assert [line["rung"] for line in lines] == ["24"] * 2 + ["60"] * FINALISTS
     best = min(lines[2:], key=lambda line: float(line["loss"]))
     text = (conf / "tuned/toy/co2.yaml").read_text()
     assert f"Trial {best['trial']} of 2" in text and f"{float(best['loss']):.4f}" in text
