@@ -70,25 +70,17 @@ class Tuned:
         except yaml.YAMLError as error:
             raise unreadable("tuned", "true", error) from None
 
-    def is_done(self, conf: Path) -> bool:
-        """Whether `settings` has any that are of the gap penalty given here, which was tuned once.
-        Raises `ConfigError` for a file that is none."""
-        if not (conf / self.file).exists():
-            return False
-        own = self._value(GAP)
-        return str(self.settings(conf).get(f"{self.method}.{GAP}", own)) == own
-
     def _given(self) -> tuple[str, bool, str]:
         """τ and the gap penalty, or nothing where they are the method's defaults; and whether
         moments are averaged too."""
-        tau, gap = (
-            "" if (own := self._value(key)) == str(getattr(self.defaults, key, None)) else own
-            for key in ("tau", GAP)
-        )
+        tau, gap = map(self._unusual, ("tau", GAP))
         return tau, str(self.node.get(MOMENTS)).lower() == "true", gap
 
-    def _value(self, key: str) -> str:
-        return str(self.node.get(key, getattr(self.defaults, key, None)))
+    def _unusual(self, key: str) -> str:
+        """The value of a key; nothing where it is the method's default."""
+        default = str(getattr(self.defaults, key, None))
+        own = str(self.node.get(key, default))
+        return "" if own == default else own
 
 
 def with_tuned(

@@ -105,7 +105,7 @@ class TrainCell:
 
     def is_tuned(self) -> bool:
         """Whether there are the settings that this run asks for, if it has `tuned=true`."""
-        return "tuned=true" not in self.overrides or self._tuned().is_done(APP.conf)
+        return "tuned=true" not in self.overrides or (APP.conf / self._tuned().file).exists()
 
     def tuned_settings(self) -> Settings:
         """What `tuned=true` stands for in this run. Raises `ConfigError` if nothing was tuned."""

@@ -24,8 +24,9 @@ def tables(trials: Rows, scale: str) -> Iterator[Table]:
         yield Table(
             name="tuning",
             title="Settings: the winner of each search, and the other finalists",
-            text="Every method has as many short trials; the best of them are trained in full, and "
-            f"the best of these wins. Of {ended} searches with several finalists the best short "
+            text="Every method has as many short trials. The best of them are trained in full, in "
+            "newer searches also one a step beyond a best at the end of what was tried; the best "
+            f"of these wins. Of {ended} searches with several finalists the best short "
             f"trial won {agreed}; by chance it wins one in so many as there are finalists. Loss is "
             "that on the tuning part of the data, with one seed that no table uses. Others: by how "
             "many percent the other finalists that ended are above the winner, from the nearest to "

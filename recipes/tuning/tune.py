@@ -394,7 +394,7 @@ def at_border(search: Sequence[Line], best: Line) -> list[str]:
     for name, value in settings(best).items():
         numbers = [number for own in tried if isinstance(number := own[name], int | float)]
         if len(numbers) < len(tried):
-            continue  # a kind of gap, which was a knob; or null, which all trials have
+            continue  # null, which all trials have
         at_end = _shares(best)[name] in (min(numbers), max(numbers))
         if at_end and not at_legal_end(best["method"], name, value, best["tau"]):
             found.append(name)
