@@ -2,7 +2,7 @@
 
 python -m recipes list                     every recipe, and how many of its runs have finished
 python -m recipes run table2               train what is missing; after Ctrl-C the same continues
-python -m recipes run table2 --missing     only what results/ours.csv has no value of either
+python -m recipes run table2 --missing     only what results/ours.csv has no value of that stands
 python -m recipes run table2 --dry-run     only print these runs, and how long they train
 python -m recipes collect                  finished runs → results/{ours,runs,evals}.csv
 python -m recipes render                   → results/tables, results/figures, results/report.html
@@ -25,7 +25,7 @@ with program.starting(__name__):
     from co2.record import provenance
     from co2.start import launch
     from co2.start.identity import identity, is_first
-    from recipes.recipe import SCALES, Recipe
+    from recipes.recipe import SCALES, Column, Recipe, Row
     from recipes.registry import RECIPES
     from recipes.runs import (
         again,
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seeds", help="such as 0,1,2; in the laboratory, repeats; default: the recipe's own"
     )
-    less = "of run: leave out runs whose values have been collected, here or elsewhere"
+    less = "of run: leave out runs whose values have been collected and pass check"
     parser.add_argument("--missing", action="store_true", help=less)
     dry = "of run: print the runs that are missing with the times that are known, and make none"
     parser.add_argument("--dry-run", action="store_true", help=dry)
@@ -227,7 +227,7 @@ def run(
     The trials of tuned recipes come first, because they decide what else there is to train.
 
     Args:
-        recorded: values whose runs are not made again; None for no such values.
+        recorded: values whose runs are not made again if they stand; None for no such values.
     """
     trials = trials_of(chosen, scale)
     failed: list[cells.Cell] = []
@@ -281,12 +281,19 @@ def print_waiting(chosen: Sequence[Recipe], scale: str) -> None:
 def wanted(
     chosen: Sequence[Recipe], scale: str, seeds: Sequence[int] | None, recorded: Known | None
 ) -> list[cells.Cell]:
-    """The cells of these recipes, but for those whose values are recorded."""
+    """The cells of these recipes, but for those whose values are recorded and stand."""
+
+    def is_known(recipe: Recipe, row: Row, column: Column, seed: int, cell: cells.Cell) -> bool:
+        if recorded is None:
+            return False
+        line = recorded.find(recipe.name, row, column, scale, seed, cell)
+        return line is not None and check.stands(line, column)
+
     return [
         cell
         for recipe in chosen
         for row, column, seed, cell in recipe.cells(scale, seeds)
-        if recorded is None or not recorded.find(recipe.name, row, column, scale, seed, cell)
+        if not is_known(recipe, row, column, seed, cell)
     ]
 
 

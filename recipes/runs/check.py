@@ -16,7 +16,7 @@ from co2.program import python
 from co2.record.fingerprint import parts
 from co2.record.metrics import flat
 from co2.record.table import read_csv
-from recipes.recipe import Recipe
+from recipes.recipe import Column, Recipe
 from recipes.runs import cells, fingerprints, measured
 from recipes.runs.fingerprints import Line
 from recipes.runs.functions import FunctionColumn
@@ -69,6 +69,12 @@ def check(recipes: Iterable[Recipe], out: Path, scale: str, tuned: bool = True) 
         trials = [line for line in read_csv(out / "tuning.csv") if line["scale"] == scale]
         found += [*_searches(trials), *_winners(trials, scale)]
     return found
+
+
+def stands(line: Line, column: Column) -> bool:
+    """Whether today's code leads to this value, as far as it tells, and its run can be repeated."""
+    version = column.version if isinstance(column, FunctionColumn) else None
+    return not (fingerprints.outdated([line], version) or wrong_commit(str(line["commit"])))
 
 
 def _left(recipe: Recipe, known: Known, scale: str) -> Iterator[Finding]:

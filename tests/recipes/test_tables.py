@@ -17,7 +17,7 @@ from co2.record.table import Table, read_csv
 from recipes.__main__ import main, recipe_of, wanted
 from recipes.recipe import SCALES, Column, Recipe, Row
 from recipes.registry import RECIPES
-from recipes.runs import measured
+from recipes.runs import check, fingerprints, measured
 from recipes.runs.cells import Cell, TrainCell, composed_config
 from recipes.runs.collect import collect
 from recipes.runs.known import Known
@@ -60,7 +60,9 @@ def write_run(
         {"kind": "eval", "step": 60, "top1": value, "loss": loss, "train_s": 3.0},
     ]
     summary = {"final": {"top1": value}, "workers": 2, "steps": 60}
-    write_folder(run_folder(cell.config()), summary if finished else None, lines, commit)
+    folder, versions = run_folder(cell.config()), fingerprints.versions("toy", "")
+    known = {"fingerprint": {**versions, "method": 1}}
+    write_folder(folder, summary if finished else None, lines, commit, **known)
 
 
 @pytest.fixture
@@ -217,15 +219,22 @@ def test_files_have_one_order_whatever_is_collected(
         assert [file.read_bytes() for file in files] == first
 
 
-def test_what_was_recorded_elsewhere_need_not_run_again(results: Path, tmp_path: Path) -> None:
+def test_what_was_recorded_elsewhere_need_not_run_again(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is of a commit that is not here or had changes, or of other code than today's."""
     (tmp_path / "results").rename(tmp_path / "gone")
     recorded = Known(results / "ours.csv")
     every = wanted([TOY], "smoke", None, None)
+    assert wanted([TOY], "smoke", None, recorded) == every, "no such commit"
+    monkeypatch.setattr(check, "_exists", lambda commit: True)
     left = wanted([TOY], "smoke", None, recorded)
-    assert len(every) - len(left) == 7 and set(left) < set(every)
+    assert len(every) - len(left) == 5 and set(left) < set(every), "two of seed 2 had changes"
     assert wanted([TOY], "smoke", [99], recorded), "a seed that nobody has"
     changed = replace(TOY, columns=(replace(TOP1, smoke=("train.steps=70",)),))
     assert len(wanted([changed], "smoke", None, recorded)) == len(every), "of another command"
+    monkeypatch.setattr(fingerprints, "versions", lambda task, method: {"task": 9})
+    assert wanted([TOY], "smoke", None, recorded) == every
 
 
 def test_a_dry_run_tells_runs_and_times(
