@@ -28,7 +28,7 @@ from co2.errors import DIVERGED, ConfigError
 from co2.randomness import deterministic
 from co2.record.console import Outcome, sweep_table
 from co2.record.folder import plain_values, run_folder
-from co2.record.metrics import Summary
+from co2.record.metrics import Summary, flat
 from co2_measure.peers import known_methods
 from tasks import TASKS
 from tests.cli.harness import ROOT, SMALL, TOY, cli, configured, folders, metrics, pooled, summary
@@ -165,6 +165,7 @@ def found(app: App, *words: str) -> tuple[object, ...]:
 
 
 TUNED_GPT2 = ("task=gpt2", "tuned=true", "co2.tau=12")
+WON = flat(yaml.safe_load((ROOT / "conf/tuned/gpt2/co2.yaml").read_text()))
 
 
 @pytest.mark.parametrize(
@@ -184,8 +185,8 @@ TUNED_GPT2 = ("task=gpt2", "tuned=true", "co2.tau=12")
         (("debug=default",), ("toy", "co2", 0.5, 2, 4, 1, 7, 0.9)),
         (("debug=default", "launch.workers=2"), ("toy", "co2", 0.5, 2, 4, 2, 7, 0.9)),
         # Settings that were tuned win over it, as over every recipe.
-        (TUNED_GPT2, ("gpt2", "co2", 0.01131, 77, 4, 4, 12, 0.7)),
-        ((*TUNED_GPT2, "optim.lr=1"), ("gpt2", "co2", 1.0, 77, 4, 4, 12, 0.7)),
+        (TUNED_GPT2, ("gpt2", "co2", WON["optim.lr"], 77, 4, 4, 12, WON["co2.outer_lr"])),
+        ((*TUNED_GPT2, "optim.lr=1"), ("gpt2", "co2", 1.0, 77, 4, 4, 12, WON["co2.outer_lr"])),
     ],
 )
 def test_what_wins(app: App, words: Sequence[str], expected: tuple[object, ...]) -> None:

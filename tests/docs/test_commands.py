@@ -4,6 +4,7 @@ The commands are parsed, composed and checked, as tests/docs/commands.py says, a
 """
 
 import ast
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +31,12 @@ ACTIVATE = "source .venv/bin/activate"
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs that lie in the repository have no say."""
+    """Runs that lie in the repository have no say. SLURM is there, as where its pages are read."""
     monkeypatch.chdir(tmp_path)
+    program = tmp_path / "bin" / "sbatch"
+    program.parent.mkdir()
+    program.touch(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
 
 
 def test_every_command_is_taken() -> None:
