@@ -25,7 +25,7 @@ with program.starting(__name__):
     from co2.record import provenance
     from co2.start import launch
     from co2.start.identity import identity, is_first
-    from recipes.recipe import SCALES, Column, Recipe, Row
+    from recipes.recipe import SCALES, Recipe
     from recipes.registry import RECIPES
     from recipes.runs import (
         again,
@@ -282,18 +282,15 @@ def wanted(
     chosen: Sequence[Recipe], scale: str, seeds: Sequence[int] | None, recorded: Known | None
 ) -> list[cells.Cell]:
     """The cells of these recipes, but for those whose values are recorded and stand."""
-
-    def is_known(recipe: Recipe, row: Row, column: Column, seed: int, cell: cells.Cell) -> bool:
-        if recorded is None:
-            return False
-        line = recorded.find(recipe.name, row, column, scale, seed, cell)
-        return line is not None and check.stands(line, column)
-
     return [
         cell
         for recipe in chosen
         for row, column, seed, cell in recipe.cells(scale, seeds)
-        if not is_known(recipe, row, column, seed, cell)
+        if not (
+            recorded
+            and (line := recorded.find(recipe.name, row, column, scale, seed, cell))
+            and check.stands(line, column)
+        )
     ]
 
 

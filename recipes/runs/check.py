@@ -51,8 +51,7 @@ def check(recipes: Iterable[Recipe], out: Path, scale: str, tuned: bool = True) 
         for column in recipe.columns:
             place = (recipe.name, column.name)
             own = [line for line in lines if (line["recipe"], line["column"]) == place]
-            version = column.version if isinstance(column, FunctionColumn) else None
-            old = fingerprints.outdated(own, version)
+            old = fingerprints.outdated(own, _version(column))
             seen = {id(line) for stale in old for line in stale.lines}
             stale = [*old, *fingerprints.mixed(line for line in own if id(line) not in seen)]
             wrong = [(line, why) for line in own if (why := wrong_commit(line["commit"]))]
@@ -73,8 +72,14 @@ def check(recipes: Iterable[Recipe], out: Path, scale: str, tuned: bool = True) 
 
 def stands(line: Line, column: Column) -> bool:
     """Whether today's code leads to this value, as far as it tells, and its run can be repeated."""
-    version = column.version if isinstance(column, FunctionColumn) else None
-    return not (fingerprints.outdated([line], version) or wrong_commit(str(line["commit"])))
+    old = fingerprints.outdated([line], _version(column))
+    return not (old or wrong_commit(str(line["commit"])))
+
+
+def _version(column: Column) -> int | None:
+    """That of the function that makes a column's values; None where train.py or the laboratory
+    does."""
+    return column.version if isinstance(column, FunctionColumn) else None
 
 
 def _left(recipe: Recipe, known: Known, scale: str) -> Iterator[Finding]:

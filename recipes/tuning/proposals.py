@@ -84,14 +84,8 @@ class Proposals:
     def beyond(self, places: Places) -> Places | None:
         """These settings with every number that is at an end of what was tried a step further;
         None where none is, or can go further."""
-        found, own = dict(places), self._key(places)
-        for at, (name, knob) in enumerate(self.space.knobs.items()):
-            tried = [key[at] for key in self._losses]
-            # One value alone is both ends: such a number goes up.
-            for side, end in ((-1, min(tried)), (1, max(tried))):
-                if own[at] == end and knob.goes_beyond(end, side):
-                    found[name] = end + side
-        return None if found == places else found
+        further = dict(self._further(self._key(places)))
+        return {**places, **further} if further else None
 
     def _best(self) -> Key | None:
         """The best so far; None while nothing has ended well."""
@@ -101,13 +95,20 @@ class Proposals:
     def _beyond_the_best(self) -> Iterator[Key]:
         """The best so far with one number a step further, where no trial has gone that far."""
         best = self._best()
-        for at, (name, knob) in enumerate(self.space.knobs.items() if best else ()):
-            assert best is not None
-            tried = [key[at] for key in self._losses]
+        if best is None:
+            return
+        for name, place in self._further(best):
+            self._reach(name, place)
+            yield self._key({**dict(zip(self.space.knobs, best, strict=True)), name: place})
+
+    def _further(self, key: Key) -> Iterator[tuple[str, int]]:
+        """The numbers that are at an end of what was tried, and the next place of each, where
+        there is one. Of a single value, which is both ends, below and then above."""
+        for at, (name, knob) in enumerate(self.space.knobs.items()):
+            tried = [other[at] for other in self._losses]
             for side, end in ((-1, min(tried)), (1, max(tried))):
-                if best[at] == end and knob.goes_beyond(end, side):
-                    self._reach(name, end + side)
-                    yield (*best[:at], end + side, *best[at + 1 :])
+                if key[at] == end and knob.goes_beyond(end, side):
+                    yield name, end + side
 
     def _reach(self, name: str, place: int) -> None:
         """Let a grid hold a place one beyond its end, unless the legal range ends before."""

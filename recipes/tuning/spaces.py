@@ -210,15 +210,20 @@ def is_beyond(config: Config, name: str, value: Value) -> bool:
 
 def in_steps(method: str, name: str) -> bool:
     """Whether a setting, by its full name, is a number of steps that grows with the run's."""
-    knobs = KNOBS.get(method, ())
-    return any(name == f"{method}.{knob.key}" and knob.unit is Unit.steps for knob in knobs)
+    knob = _knob(method, name)
+    return knob is not None and knob.unit is Unit.steps
 
 
 def at_legal_end(method: str, name: str, value: Value, tau: object) -> bool:
     """Whether a setting, by its full name, can go no further."""
-    for knob in KNOBS.get(method, ()):
-        if name == f"{method}.{knob.key}" and not in_steps(method, name):
-            whole = int(str(tau)) if knob.unit is Unit.rounds else 1
-            most = min(knob.high, int(str(tau))) if knob.unit is Unit.parts else knob.high * whole
-            return value in (knob.low * whole, most)
-    return False
+    knob = _knob(method, name)
+    if knob is None or knob.unit is Unit.steps:
+        return False
+    whole = int(str(tau)) if knob.unit is Unit.rounds else 1
+    most = min(knob.high, int(str(tau))) if knob.unit is Unit.parts else knob.high * whole
+    return value in (knob.low * whole, most)
+
+
+def _knob(method: str, name: str) -> Knob | None:
+    """The knob of a setting, by its full name; None for a setting of no method, as the rate."""
+    return next((knob for knob in KNOBS.get(method, ()) if name == f"{method}.{knob.key}"), None)

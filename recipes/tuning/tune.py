@@ -154,7 +154,7 @@ class Search:
         else:
             rest = _ranked(self.short)[FINALISTS - 1 : FINALISTS]
             made = [self._in_full(trial) for trial in rest]
-        self.whole += made
+        self.whole = [*self.whole, *made]
         return made
 
     def lines(self) -> Iterator[dict[str, object]]:

@@ -182,6 +182,29 @@ def test_a_number_of_steps_at_an_end_is_one_in_full_too() -> None:
     assert name not in tune.at_border([*lines, line(3, 60, 12, 3)], lines[2])
 
 
+@pytest.mark.parametrize(
+    ("best", "said"),
+    [(0.2, "Nothing was tried beyond"), (0.566, "The grid was widened to"), (0.1, "")],
+)
+def test_what_a_file_says_of_a_third_best_that_wins(conf: Path, best: float, said: str) -> None:
+    """It may lie at an end, which no trial went beyond: of the first grid, which ends at 0.4, or
+    of a wider one."""
+
+    def line(trial: int, rung: int, rate: float, loss: float) -> dict[str, str]:
+        known = {"task": "toy", "method": "local_sgd", "tau": "12", "scale": "smoke"}
+        own = {"trial": trial, "rung": rung, "settings": f"optim.lr={rate}", "loss": loss}
+        told = {name: str(value) for name, value in own.items()}
+        return dict.fromkeys(tune.FIELDS, "") | known | told
+
+    rates = {1: 0.15, 2: 0.05, 3: best}
+    short = [line(trial, 24, rate, trial) for trial, rate in rates.items()]
+    whole = [line(trial, 60, rate, -trial) for trial, rate in rates.items()]
+    _, text = tune.tuned_text([*short, *whole])
+    assert "# Trial 3 of 3, then best at the full 60 steps" in text
+    lines = [one for one in text.splitlines() if "winner's" in one]
+    assert lines == ([f"# {said} the winner's optim.lr."] if said else [])
+
+
 def test_a_winner_at_the_border_of_a_wider_grid(conf: Path, search: Search) -> None:
     search(far_from(100), ["allreduce"], 12)
     text = (conf / "tuned" / "toy" / "allreduce.yaml").read_text()
