@@ -57,6 +57,17 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """What a test sets in the environment, as `co2` does for the programs that it starts, ends with
+    it: else those of a later test would import the suite from elsewhere."""
+    before = os.environ.copy()
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A `data.root` that all tests share, so that each corpus is tokenized once in a session."""
