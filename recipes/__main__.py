@@ -281,17 +281,18 @@ def print_waiting(chosen: Sequence[Recipe], scale: str) -> None:
 def wanted(
     chosen: Sequence[Recipe], scale: str, seeds: Sequence[int] | None, recorded: Known | None
 ) -> list[cells.Cell]:
-    """The cells of these recipes, but for those whose values are recorded and stand."""
-    return [
-        cell
-        for recipe in chosen
-        for row, column, seed, cell in recipe.cells(scale, seeds)
-        if not (
-            recorded
-            and (line := recorded.find(recipe.name, row, column, scale, seed, cell))
-            and check.stands(line, column)
-        )
-    ]
+    """The cells of these recipes, but for those whose values are recorded and stand. A run that
+    others are held against is among them where one of these is: without it they have no value."""
+    found: list[cells.Cell] = []
+    for recipe in chosen:
+        for row, column, seed, cell in recipe.cells(scale, seeds):
+            line = recorded and recorded.find(recipe.name, row, column, scale, seed, cell)
+            if line and check.stands(line, column):
+                continue
+            if column.of is not None:
+                found.append(recipe.cell(recipe.row(column.of), column, scale, seed))
+            found.append(cell)
+    return found
 
 
 def train(made: Sequence[cells.Cell]) -> list[cells.Cell]:

@@ -230,6 +230,10 @@ def test_what_was_recorded_elsewhere_need_not_run_again(
     monkeypatch.setattr(check, "_exists", lambda commit: True)
     left = wanted([TOY], "smoke", None, recorded)
     assert len(every) - len(left) == 5 and set(left) < set(every), "two of seed 2 had changes"
+    held = replace(TOY, columns=(replace(TOP1, of="AllReduce"),))
+    others = {held.cell(held.rows[0], held.columns[0], "smoke", seed) for seed in held.seeds}
+    assert not others <= set(left), "the first row's values stand"
+    assert set(wanted([held], "smoke", None, recorded)) == {*left, *others}, "the rest need it"
     assert wanted([TOY], "smoke", [99], recorded), "a seed that nobody has"
     changed = replace(TOY, columns=(replace(TOP1, smoke=("train.steps=70",)),))
     assert len(wanted([changed], "smoke", None, recorded)) == len(every), "of another command"
