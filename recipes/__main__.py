@@ -289,7 +289,7 @@ def wanted(
             line = recorded and recorded.find(recipe.name, row, column, scale, seed, cell)
             if line and check.stands(line, column):
                 continue
-            if column.of is not None:
+            if recorded and column.of is not None:
                 found.append(recipe.cell(recipe.row(column.of), column, scale, seed))
             found.append(cell)
     return found

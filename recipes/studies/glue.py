@@ -8,7 +8,8 @@ fine-tuning starts from the folder of its pre-training, which is trained before 
 where all runs are queued at once, have the pre-trainings first.
 Found (results/tables/glue.md): on adjoin pre-training helps, and the encoder of a method that ends
 at a higher loss is worse; on topic no row is shown to differ from an encoder without
-pre-training. 0/1 Adam freezes v too early here (zero_one_training).
+pre-training. 0/1 Adam's v is frozen after 15 % of the steps here, which may be too early
+(zero_one_training).
 
 Pre-training has the learning rate that won among as many for each method. Fine-tuning is the same
 for all: AllReduce, with the settings of conf. So a row differs by the encoder alone, and the seed

@@ -109,8 +109,8 @@ RECIPE = Recipe(
     title="Kept progress beside AllReduce and DiLoCo",
     text="Validation loss after as many samples, τ = 12, each method with the settings that won "
     "for its task with two replicas, but for the κ, w and rate that a row names. What `co2_keep` "
-    "and Streaming DiLoCo send has as many steps to arrive as lie between two fragments, so that "
-    "it hides alike.",
+    "and Streaming DiLoCo send has as many steps to arrive as lie between two fragments. What "
+    "that hides was timed for other settings of both (fragments).",
     rows=(*TUNED, *OTHERS, *AT_THEIRS.values()),
     columns=tuple(column(task, replicas) for replicas in REPLICAS for task in SAMPLES),
     scales=("smoke",),

@@ -4,7 +4,8 @@
 
 Cost: 67 trials and 21 trainings of half a minute to 6 on 2 cores, an hour and a half.
 Found (results/tables/time_to_loss.md): on a slow link AllReduce needs many times as long as without
-a limit; co2_keep and Overlap-Local-SGD are ahead of Local SGD, CO2 is not shown to be.
+a limit; co2_keep, which its search sends in 12 fragments, and Overlap-Local-SGD are ahead of Local
+SGD, CO2 is not shown to be.
 
 Every method on the slow link has the same rights. Its learning rate and knobs are those that won in
 its 12 trials on the task (conf/tuned/gpt2, for τ = 12 and 3,600 steps). The trials here try for
@@ -137,10 +138,10 @@ RECIPE = TunedRecipe(
     text=f"GPT-2, two workers. The loss is that at which {FIRST.name}, ends after "
     f"{STEPS} steps; the others have links of 20 Mbit/s, and the type on the wire, τ and length of "
     "schedule that reached it soonest in time_to_loss_trials. Every method has the learning rate "
-    "and the knobs that had won in its 12 trials on the task when it ran: of DiLoCo and co2_keep, "
-    "which sends the model whole here, later searches chose others. Every seed is held against the "
-    "first row's of the same seed. Seconds are of training, without evaluations, which find the "
-    "time to within 24 steps.",
+    "and the knobs that won in its 12 trials on the task; co2_keep is sent in 12 fragments, as won "
+    "there. The trials of AllReduce and Local SGD ran on another processor. Every seed is held "
+    "against the first row's of the same seed. Seconds are of training, without evaluations, which "
+    "find the time to within 24 steps.",
     rows=(FIRST, ALLREDUCE, *METHODS),
     columns=COLUMNS,
     seeds=(0, 1, 2),

@@ -42,6 +42,7 @@ FIRST_COLUMNS = (
     *map(NET_TIME.format, LINKS),
     RACE,
     POINTS_MORE.format("ViT"),
+    POINTS_MORE.format("Point-MAE"),
 )
 ALLREDUCE = METHODS[0].name
 ROWS = (*METHODS, *(row for row in rounds.BASES if row not in METHODS), *rounds.FRAGMENTS)
@@ -49,6 +50,7 @@ POINTS = {
     "Fashion-MNIST": ("fashion", "top-1, %, 2 replicas"),
     "ViT": ("table1", "ViT"),
     "mIoU": ("table1", "ADE20K"),
+    "Point-MAE": ("table1", "ShapeNet"),
 }
 """Recipe and column of scores, of which points are shown."""
 FIRST_ROWS = (
@@ -161,22 +163,22 @@ def table(ours: Rows, scale: str) -> Table:
     rows = [row for row in ROWS if any(line["row"] == row.name for line in ours)]
     found, steps = dots(ours), rounds.ratios(_of(ours, "rounds"))
     waits = _entries(ours, "fragments", scale)
-    race = _entries(ours, "time_to_loss", scale)
+    race = _renamed(ours, "time_to_loss", RACE_COLUMN, scale)
+    raced = _renamed(ours, "time_to_loss", "exposed, % of training", scale)
     settings = {line["row"]: line["command"] for line in _of(ours, "time_to_loss")}
-    scores = [_scores(ours, *place, scale) for place in POINTS.values()]
+    scores = [_renamed(ours, *place, scale) for place in POINTS.values()]
     lines = []
     for row in rows:
         first = row.name == ALLREDUCE
         fp32 = waits.get((row.name, f"2 workers, waiting for communication %, {SLOWEST}"))
-        best = race.get((row.name, "exposed, % of training"))
-        line = [row.name, _mean(fp32), _best(best, settings.get(row.name, ""))]
+        line = [row.name, _mean(fp32), _best(raced.get(row.name), settings)]
         for budget in BUDGETS:
             mean = steps.get(row.name, {}).get(budget)
             line.append("1" if first and steps else rounds.ratio_words(mean) if mean else NOT_RUN)
         for link in LINKS:
             dot = found.get((row.name, link))
             line.append(dot.net_time.text(".2f") if dot else NOT_RUN)
-        line.append(_interval(race.get((row.name, RACE_COLUMN))))
+        line.append(_interval(race.get(row.name)))
         line += [_points(of.get(row.name), first) for of in scores]
         lines.append(line)
     if not any(cell not in (NOT_RUN, NOTHING) for line in lines for cell in line[1:]):
@@ -195,14 +197,15 @@ def table(ours: Rows, scale: str) -> Table:
         f"of {SLOWEST} (1.3 M parameters), or of 20 Mbit/s with the wire and τ that reached "
         "AllReduce's loss soonest (0.19 M). Steps: for AllReduce's loss, in units of AllReduce's "
         f"steps (0.19 M). Net time: steps after {BUDGET} rounds over the share of the throughput "
-        "that is kept (fp32), a multiple of AllReduce's time if nothing were sent. Waits and "
-        "speeds are of one processor (fragments). Time to the loss: measured, with the type on "
+        "that is kept (fp32), a multiple of AllReduce's time if nothing were sent. Waits at "
+        f"{SLOWEST} and speeds are of one processor (fragments), the other waits of another "
+        "(time_to_loss). Time to the loss: measured, with the type on "
         "the wire, τ and schedule that are best for each method, in units of AllReduce's on "
         "unlimited links, where it waits as well (time_to_loss). Points: AllReduce's score in "
         "percent, and what others have more; a star as in table1. In steps and "
-        "times AllReduce, Local SGD, CoCoD-SGD and, but for the time to the loss, whole kept "
-        "progress have no outer momentum, the others have one; kept progress in fragments has the "
-        "κ and w of a simulation, and 12 are three steps late. Scores have what won or is the "
+        "net times AllReduce, Local SGD, CoCoD-SGD and whole kept progress have no outer momentum, "
+        "the others have one; kept progress in fragments has the κ and w of a simulation there, "
+        "and 12 are three steps late. The time to the loss and scores have what won or is the "
         "default, one step late. Brackets: 95 % intervals. Without a star a method is not shown to "
         "differ, nor shown to be equal."
     )
@@ -218,11 +221,13 @@ def at_first(ours: Rows, scale: str) -> Table:
         "GPT-2, two workers: 0.19 M parameters for steps to AllReduce's loss, 1.3 M for waits "
         f"and speed. Net time combines both: steps at {BUDGET} rounds, divided by the kept speed. "
         "1 is, of steps, AllReduce's; of net time, AllReduce's if nothing were sent; of time to "
-        "the loss, AllReduce's on unlimited links. In steps and times AllReduce, "
-        "Local SGD and, but for time to the loss, whole kept progress have no outer momentum, the "
-        "others have one; 12 fragments have settings of a simulation there, in scores what won. "
-        f"ViT on {DATA['ViT'].partition(', ')[2]}: AllReduce's accuracy in percent, and points "
-        "above it. [Brackets, stars](docs/results.md#cost-and-benefit)."
+        "the loss, AllReduce's on unlimited links. In steps and net times AllReduce, "
+        "Local SGD and whole kept progress have no outer momentum, the others have one; 12 "
+        "fragments have settings of a simulation there, in the time to the loss and scores what "
+        "won. "
+        f"ViT on {DATA['ViT'].partition(', ')[2]}, Point-MAE on generated solids: AllReduce's "
+        "accuracy in percent, and points above it. [Brackets, stars]"
+        "(docs/results.md#cost-and-benefit)."
     )
     lines = [rows[name] for name in FIRST_ROWS if name in rows]
     return Table(FIRST_COLUMNS, lines, title="Cost and benefit", text=text)
@@ -236,8 +241,8 @@ def _entries(ours: Rows, recipe: str, scale: str) -> Mapping[tuple[str, str], En
     return {(entry.row.name, entry.column.name): entry for entry in own if entry.values}
 
 
-def _scores(ours: Rows, recipe: str, column: str, scale: str) -> dict[str, Entry]:
-    """The entries of a column of scores, by row. Where kept progress is sent in fragments, by
+def _renamed(ours: Rows, recipe: str, column: str, scale: str) -> dict[str, Entry]:
+    """The entries of a column, by row. Where kept progress is sent in fragments, by
     default or because its search chose so, they are the row of these."""
     names = {DEFAULTS.name: rounds.TWELVE.name} | {
         line["row"]: f"{line['row']}, {number} fragments"
@@ -263,11 +268,12 @@ def _interval(entry: Entry | None) -> str:
     return f"{entry.mean:.2f} [{entry.mean - half:.2f}, {entry.mean + half:.2f}]"
 
 
-def _best(entry: Entry | None, command: str) -> str:
-    """The share, with what won."""
+def _best(entry: Entry | None, commands: Mapping[str, str]) -> str:
+    """The share, with what won; of the commands by row."""
     if entry is None:
         return NOT_RUN
-    words = dict(word.split("=", 1) for word in command.split() if "=" in word)
+    given = commands[entry.row.name].split()
+    words = dict(word.split("=", 1) for word in given if "=" in word)
     tau = [value for key, value in words.items() if key.endswith(".tau")]
     chosen = ", ".join([words.get("comm.dtype", "fp32"), *(f"τ = {value}" for value in tau)])
     return f"{entry.mean:.1f} ({chosen})"
