@@ -134,6 +134,8 @@ def _measured(recipe: Recipe, own: Sequence[Entry], ours: Rows, name: str, title
     """Mean ± standard deviation of every row and column of which anything has run."""
     texts, seeds = values(own)
     cells = dict(zip(map(_place, own), texts, strict=True))
+    here = {entry.column.name for entry in own}
+    machines = _machines([line for line in ours if line["column"] in here])
     of_part = {entry.row.name for entry in own}
     rows, columns = [row.name for row in recipe.rows if row.name in of_part], _heads(own)
     best = [_place(entry) for entry in own if entry.best]
@@ -147,7 +149,7 @@ def _measured(recipe: Recipe, own: Sequence[Entry], ours: Rows, name: str, title
         table,
         name=name,
         title=title,
-        text=f"Measured here ({_machines(ours)}): {seeds}",
+        text=f"Measured here ({machines}): {seeds}",
         source=" ".join(notes),
     )
 
