@@ -14,7 +14,7 @@ moments are not shown to gain anything on language.
 from functools import partial
 
 from recipes.recipe import Column, Recipe
-from recipes.tables.methods import ALL_ROWS, KEPT_AS_CHOSEN, RELEASED, SLOWMO_TAU48
+from recipes.tables.methods import ALL_ROWS, NAMES, RELEASED, SLOWMO_TAU48
 
 loss = partial(Column, metric="final.loss", lower=True, digits=4, curve=False, part="loss")
 perplexity = partial(Column, metric="final.perplexity", lower=True, part="perplexity")
@@ -25,8 +25,7 @@ _FOUR_NODES = ("launch.workers=32",)
 RECIPE = Recipe(
     name="table2",
     title="Language",
-    text="Validation cross-entropy and perplexity; RoBERTa's are of masked tokens. "
-    + KEPT_AS_CHOSEN,
+    text="Validation cross-entropy and perplexity; RoBERTa's are of masked tokens. " + NAMES,
     rows=(*ALL_ROWS, RELEASED, SLOWMO_TAU48),
     columns=(
         loss("GPT-2, loss", ("task=gpt2",)),

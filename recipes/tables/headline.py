@@ -205,7 +205,9 @@ def table(ours: Rows, scale: str) -> Table:
         "percent, and what others have more; a star as in table1. In steps and "
         "net times AllReduce, Local SGD, CoCoD-SGD and whole kept progress have no outer momentum, "
         "the others have one; kept progress in fragments has the κ and w of a simulation there, "
-        "and 12 are three steps late. The time to the loss and scores have what won or is the "
+        "and 12 are three steps late; the paper's gap and DiLoCo have conf's outer settings there, "
+        "which did not win their searches. The paper's gap is our reading of it, without a clip. "
+        "The time to the loss and scores have what won or is the "
         "default, one step late. Brackets: 95 % intervals. Without a star a method is not shown to "
         "differ, nor shown to be equal."
     )
