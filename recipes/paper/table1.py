@@ -12,7 +12,7 @@ Found (results/tables/table1.md): under AdamW the overlapped methods end above A
 from functools import partial
 
 from recipes.recipe import SCALES, Column, Recipe
-from recipes.tables.methods import ADAM_ONLY, ALL_ROWS, NAMES
+from recipes.tables.methods import ADAM_ONLY, ALL_ROWS, ROW_NOTES
 
 loss = partial(Column, metric="final.loss", lower=True, digits=4, curve=False, part="loss")
 score = partial(Column, factor=100, part="score, %")
@@ -25,7 +25,7 @@ RECIPE = Recipe(
     title="Vision",
     text="Validation loss: cross-entropy, and the Chamfer distance of Point-MAE on ShapeNet. "
     "Scores: top-1 of ResNet-50 and ViT, mean IoU of UperNet, accuracy of an SVM on frozen "
-    "features of Point-MAE. " + NAMES,
+    "features of Point-MAE. " + ROW_NOTES,
     rows=ALL_ROWS,
     columns=(
         loss("ResNet-50, loss", ("task=resnet50",), without=ADAM_ONLY, scales=_LARGE),

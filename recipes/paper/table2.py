@@ -15,7 +15,7 @@ near SlowMo at its τ.
 from functools import partial
 
 from recipes.recipe import Column, Recipe
-from recipes.tables.methods import ALL_ROWS, NAMES, RELEASED, SLOWMO_TAU48
+from recipes.tables.methods import ALL_ROWS, RELEASED, ROW_NOTES, SLOWMO_TAU48
 
 loss = partial(Column, metric="final.loss", lower=True, digits=4, curve=False, part="loss")
 perplexity = partial(Column, metric="final.perplexity", lower=True, part="perplexity")
@@ -26,7 +26,7 @@ _FOUR_NODES = ("launch.workers=32",)
 RECIPE = Recipe(
     name="table2",
     title="Language",
-    text="Validation cross-entropy and perplexity; RoBERTa's are of masked tokens. " + NAMES,
+    text="Validation cross-entropy and perplexity; RoBERTa's are of masked tokens. " + ROW_NOTES,
     rows=(*ALL_ROWS, RELEASED, SLOWMO_TAU48),
     columns=(
         loss("GPT-2, loss", ("task=gpt2",)),

@@ -6,10 +6,10 @@ Cost: 119 trials of 6 to 70 seconds and 141 runs of 6 seconds (25 rounds) to 4 m
 cores, four hours. 18 further runs of AllReduce, of 50 to 2,000 rounds, train for
 48,600 steps with each of three seeds: an hour to an hour and a half.
 Found (results/tables/rounds.md): all come nearer to AllReduce's loss with more rounds; in steps to
-equal loss none is shown to. DiLoCo wants a quarter of the others' rate. `co2_keep` in fragments,
-each three steps late, is nearer than Local SGD, which waits; in 12 it is not shown to differ from
-AllReduce after 300 rounds. Streaming DiLoCo is not shown to differ from Local SGD, after 100 or
-300.
+equal loss none is shown to from 300 to 1,000. DiLoCo wants a quarter of the others' rate.
+`co2_keep` in fragments, each three steps late, is nearer than Local SGD, which waits; in 12 it is
+not shown to differ from AllReduce after 300 rounds. Streaming DiLoCo is not shown to differ from
+Local SGD, after 100 or 300.
 
 Every method takes the best of four learning rates for each number of rounds, found on a seed and
 on validation data that the table does not show; DiLoCo, whose best was the lowest, of five. For

@@ -139,7 +139,7 @@ RECIPE = TunedRecipe(
     f"{STEPS} steps; the others have links of 20 Mbit/s, and the type on the wire, τ and length of "
     "schedule that reached it soonest in time_to_loss_trials. Every method has the learning rate "
     "and the knobs that won in its 12 trials on the task; co2_keep is sent in 12 fragments, as won "
-    "there. The trials of AllReduce and Local SGD ran on another processor. Every seed is held "
+    "there. Every seed is held "
     "against the first row's of the same seed. Seconds are of training, without evaluations, which "
     "find the time to within 24 steps.",
     rows=(FIRST, ALLREDUCE, *METHODS),

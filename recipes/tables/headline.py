@@ -5,7 +5,7 @@ AllReduce's loss in units of AllReduce's own without communication.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import stdev
@@ -34,7 +34,8 @@ BUDGETS = (100, BUDGET, 1000)
 WAITS = f"waits, %, {SLOWEST}, fp32"
 STEPS, NET_TIME, POINTS_MORE = "steps, {:,} rounds", "net time, {}", "{}, points"
 RACE = "time to the loss, 20 Mbit/s, best wire and τ"
-RACE_COLUMN = "ratio to AllReduce's seconds"
+RACE_COLUMN = ("time_to_loss", "ratio to AllReduce's seconds")
+RACE_WAITS = ("time_to_loss", "exposed, % of training")
 FIRST_COLUMNS = (
     "method",
     WAITS,
@@ -163,10 +164,8 @@ def table(ours: Rows, scale: str) -> Table:
     rows = [row for row in ROWS if any(line["row"] == row.name for line in ours)]
     found, steps = dots(ours), rounds.ratios(_of(ours, "rounds"))
     waits = _entries(ours, "fragments", scale)
-    race = _renamed(ours, "time_to_loss", RACE_COLUMN, scale)
-    raced = _renamed(ours, "time_to_loss", "exposed, % of training", scale)
     settings = {line["row"]: line["command"] for line in _of(ours, "time_to_loss")}
-    scores = [_renamed(ours, *place, scale) for place in POINTS.values()]
+    race, raced, *scores = _renamed(ours, (RACE_COLUMN, RACE_WAITS, *POINTS.values()), scale)
     lines = []
     for row in rows:
         first = row.name == ALLREDUCE
@@ -243,16 +242,25 @@ def _entries(ours: Rows, recipe: str, scale: str) -> Mapping[tuple[str, str], En
     return {(entry.row.name, entry.column.name): entry for entry in own if entry.values}
 
 
-def _renamed(ours: Rows, recipe: str, column: str, scale: str) -> dict[str, Entry]:
-    """The entries of a column, by row. Where kept progress is sent in fragments, by
+def _renamed(
+    ours: Rows, columns: Sequence[tuple[str, str]], scale: str
+) -> Iterator[dict[str, Entry]]:
+    """For each recipe and column its entries, by row. Where kept progress is sent in fragments, by
     default or because its search chose so, they are the row of these."""
-    names = {DEFAULTS.name: rounds.TWELVE.name} | {
-        line["row"]: f"{line['row']}, {number} fragments"
-        for line in _of(ours, recipe)
-        if line["column"] == column and (number := fragments_of(line["command"])) not in (None, "1")
-    }
-    places = _entries(ours, recipe, scale).items()
-    return {names.get(row, row): entry for (row, name), entry in places if name == column}
+    recipes = dict.fromkeys(recipe for recipe, _ in columns)
+    found = {recipe: _entries(ours, recipe, scale) for recipe in recipes}
+    for recipe, column in columns:
+        names = {DEFAULTS.name: rounds.TWELVE.name} | {
+            line["row"]: f"{line['row']}, {number} fragments"
+            for line in _of(ours, recipe)
+            if line["column"] == column
+            and (number := fragments_of(line["command"])) not in (None, "1")
+        }
+        yield {
+            names.get(row, row): entry
+            for (row, name), entry in found[recipe].items()
+            if name == column
+        }
 
 
 def _mean(entry: Entry | None) -> str:

@@ -28,11 +28,12 @@ RELEASED = Row("CO2, released code", ("method=co2_released",))
 """What the authors' code computes, with its τ of 48: SlowMo that waits."""
 SLOWMO_TAU48 = Row("SlowMo, τ = 48", ("method=slowmo", "slowmo.tau=48"))
 """What that is compared with."""
-NAMES = (
+ROW_NOTES = (
     "The paper's gap is our reading of it, and no row clips. "
     "Kept progress is sent as its search on the task chose, whole or in fragments; a fragment is "
     "one step late, the whole model and CO2's mean are a round late."
 )
+"""What the names of rows do not say, for the texts of table1 and table2."""
 EVERY_METHOD = tuple(Row(name, (f"method={name}",)) for name in CATALOGUE)
 """All methods with their default settings, by the names of `method=`."""
 ADAM_ONLY = ("desloc", "mt_dao", "onebit_adam", "zero_one_adam", WITH_MOMENTS.name)
