@@ -32,8 +32,8 @@ def table(ours: Rows, scale: str) -> Table:
         f"Values are of all seeds, rows and columns; {old:,} of {len(every):,} have no "
         "fingerprint, because their runs are from before fingerprints were recorded. "
         f"{retraced:,} others are as old, but their commit's code was compared with a later one's "
-        f"and trains alike (`recipes retrace`). {changed:,} are from code with changes that were "
-        "not committed."
+        f"and trains alike (`recipes retrace`). {f'{changed:,} are' if changed else 'None is'} "
+        "from code with changes that were not committed."
     )
     head = ("recipe", "about", "values", "not run yet")
     return Table(head, lines, title="Experiments", text=text)
