@@ -12,9 +12,9 @@ better still.
 Every method takes what won among as many trials as the others have, over half of the steps, on a
 seed and on validation data that the table does not show. On RoBERTa, whose loss stands still at
 that of the tokens' frequencies for hundreds of steps, the trials of the signs include a later
-freeze: zero_one_training shows that it is what matters there. No trial there has left that loss, so
-they know little of which setting ends best: AllReduce's winner is 4e-3, and in the whole training
-2e-3 does as well (zero_one_training). Trainings end amid the fall that follows.
+freeze, which zero_one_training has in full. No trial there has left that loss, so they know little
+of which setting ends best: AllReduce's winner is 4e-3, and in the whole training 2e-3 does as well
+(zero_one_training). Trainings end amid the fall that follows.
 """
 
 from functools import partial
